@@ -1,0 +1,104 @@
+"""Builds one extension module per backend, the host engine and the Python faces.
+
+EPCOMM_BUILD_BACKENDS=a,b   build exactly these backends; one that cannot be built is an error
+EPCOMM_BUILD_FLAGS="..."    extra compiler and linker flags (sanitizers, warnings as errors)
+EPCOMM_BUILD_STRICT=1       Cython warnings are errors
+"""
+
+import glob
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+import tempfile
+
+from Cython.Build import cythonize
+from Cython.Compiler import Options
+from setuptools import Extension, setup
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+os.chdir(HERE)
+REGISTRY = runpy.run_path(os.path.join("epcomm", "_registry.py"))["BACKENDS"]
+
+EXTRA_FLAGS = shlex.split(os.environ.get("EPCOMM_BUILD_FLAGS", ""))
+COMPILE_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+HEADERS = sorted(glob.glob("include/epcomm/**/*.h*", recursive=True) + glob.glob("backends/**/*.hpp", recursive=True))
+
+
+def missing_header(headers):
+    """First header the C++ compiler does not find, or None."""
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    for header in headers:
+        with tempfile.TemporaryDirectory() as folder:
+            source = os.path.join(folder, "probe.cpp")
+            with open(source, "w") as file:
+                file.write(f"#include <{header}>\n")
+            command = [*compiler, "-fsyntax-only", source]
+            if subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:
+                return header
+    return None
+
+
+def extension(module, folders, libraries=()):
+    """The extension of `epcomm/<module>.pyx` with every .cpp of `folders`."""
+    sources = [f"epcomm/{module}.pyx"]
+    for folder in folders:
+        sources += sorted(glob.glob(f"backends/{folder}/*.cpp"))
+    return Extension(
+        f"epcomm.{module}",
+        sources,
+        language="c++",
+        include_dirs=["include", "backends"],
+        libraries=list(libraries),
+        depends=HEADERS,
+        extra_compile_args=COMPILE_FLAGS + EXTRA_FLAGS,
+        extra_link_args=["-pthread"] + EXTRA_FLAGS,
+    )
+
+
+def backend_extensions():
+    """One extension per backend that can be built here; says what it skips and why."""
+    wanted = os.environ.get("EPCOMM_BUILD_BACKENDS")
+    names = [name.strip() for name in wanted.split(",") if name.strip()] if wanted else None
+    unknown = set(names or ()) - {backend.name for backend in REGISTRY}
+    if unknown:
+        sys.exit(f"EPCOMM_BUILD_BACKENDS names unknown backends {sorted(unknown)}; "
+                 f"known: {[backend.name for backend in REGISTRY]}")
+    built = []
+    for backend in REGISTRY:
+        if names is not None and backend.name not in names:
+            print(f"epcomm: backend {backend.name}: skipped: not in EPCOMM_BUILD_BACKENDS")
+            continue
+        header = missing_header(backend.headers)
+        if header is not None:
+            reason = f"epcomm: backend {backend.name}: header <{header}> not found"
+            if names is not None:
+                sys.exit(reason)
+            print(f"{reason}: skipped")
+            continue
+        print(f"epcomm: backend {backend.name}: built")
+        built.append(extension(f"_{backend.name}", [backend.name, "common"], backend.libraries))
+    return built
+
+
+def faces():
+    """Extensions that are not backends: the user's face and the engines."""
+    folders = {"_host": ["host"]}
+    backends = {f"_{backend.name}" for backend in REGISTRY}
+    modules = sorted(os.path.basename(path)[:-4] for path in glob.glob("epcomm/*.pyx"))
+    return [extension(module, folders.get(module, [])) for module in modules if module not in backends]
+
+
+strict = os.environ.get("EPCOMM_BUILD_STRICT") == "1"
+Options.warning_errors = strict
+setup(
+    ext_modules=cythonize(
+        backend_extensions() + faces(),
+        build_dir="build/cython",
+        language_level=3,
+        nthreads=0,
+        compiler_directives={"embedsignature": True, "binding": True, "freethreading_compatible": False,
+                             "warn.unused": strict, "warn.maybe_uninitialized": strict},
+    )
+)
