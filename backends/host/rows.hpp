@@ -20,11 +20,13 @@ struct RowOps {
   // product and each sum rounded to float32 (no FMA, subnormals kept), the total rounded once to
   // the row type, to nearest even. weights == null: no products. bias == null: none. num_rows may
   // be 0. `out` does not overlap any row.
-  void (*reduce)(RowType type, void* out, const void* const* rows, const float* weights, int num_rows,
-                 const float* bias, size_t n);
+  void (*reduce)(RowType type, void* out, const void* const* rows, const float* weights,
+                 int num_rows, const float* bias, size_t n);
 
-  // fp8 e4m3 codes and one float32 scale per 128 channels, as include/epcomm/formats.h defines them.
-  void (*quantize)(RowType type, uint8_t* codes, float* scales, const void* x, size_t n, bool round_scale);
+  // fp8 e4m3 codes and one float32 scale per 128 channels, as include/epcomm/formats.h defines
+  // them.
+  void (*quantize)(RowType type, uint8_t* codes, float* scales, const void* x, size_t n,
+                   bool round_scale);
 };
 
 // The best table of this machine, or the one `isa` names ("avx512", "avx2", "plain"); null if that

@@ -68,7 +68,8 @@ class HostTransport {
 
   // Copy `bytes` from the own heap at `src` to the peer's heap at `dst`. The source may be reused
   // after quiet().
-  virtual Status put(int peer, int channel, uint64_t dst, uint64_t src, uint64_t bytes) noexcept = 0;
+  virtual Status put(int peer, int channel, uint64_t dst, uint64_t src,
+                     uint64_t bytes) noexcept = 0;
 
   // Add to a 64-bit word in the peer's heap. One writer per word.
   virtual Status signal(int peer, int channel, uint64_t word, uint64_t add) noexcept = 0;

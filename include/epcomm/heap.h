@@ -41,7 +41,7 @@ EPCOMM_HD uint64_t align_up(uint64_t value, uint64_t alignment) {
 struct HeapShape {
   int32_t num_ranks;
   int32_t num_topk;
-  int32_t num_slots;          // leasable slots, as the user said it
+  int32_t num_slots;  // leasable slots, as the user said it
   int32_t num_channels;
   int32_t max_local_experts;  // over all ranks
   int64_t max_tokens_per_rank;
@@ -52,21 +52,21 @@ struct HeapShape {
 
 struct HeapLayout {
   // control area
-  uint64_t state;        // [rank] PeerState word, written by that rank
-  uint64_t entry_signal; // [rank] epochs that rank has entered
-  uint64_t data_signal;  // [rank][channel] data phases that rank has finished towards us
-  uint64_t done_signal;  // [rank] zero-copy combines in which that rank has finished reading our rows
-  uint64_t credit;       // [rank][slot] last epoch of that rank's slot that it has consumed
-  uint64_t entry;        // [rank][epoch & 1] entry records
+  uint64_t state;         // [rank] PeerState word, written by that rank
+  uint64_t entry_signal;  // [rank] epochs that rank has entered
+  uint64_t data_signal;   // [rank][channel] data phases that rank has finished towards us
+  uint64_t done_signal;   // [rank] zero-copy combines whose rows that rank has finished reading
+  uint64_t credit;        // [rank][slot] last epoch of that rank's slot that it has consumed
+  uint64_t entry;         // [rank][epoch & 1] entry records
   uint64_t entry_stride;
   // slots
-  uint64_t slots;        // [physical slot]
+  uint64_t slots;  // [physical slot]
   uint64_t slot_stride;
-  int64_t slot_rows;     // rows of row_bytes + scale_bytes + metadata that one slot holds
-  uint64_t slot_payload; // in a slot: rows, then scales behind them
-  uint64_t slot_idx;     // in a slot: int32 [slot_rows, num_topk]
-  uint64_t slot_weights; // in a slot: float32 [slot_rows, num_topk]
-  uint64_t slot_token;   // in a slot: int32 [slot_rows], the row's token at its source
+  int64_t slot_rows;      // rows of row_bytes + scale_bytes + metadata that one slot holds
+  uint64_t slot_payload;  // in a slot: rows, then scales behind them
+  uint64_t slot_idx;      // in a slot: int32 [slot_rows, num_topk]
+  uint64_t slot_weights;  // in a slot: float32 [slot_rows, num_topk]
+  uint64_t slot_token;    // in a slot: int32 [slot_rows], the row's token at its source
   uint64_t total_bytes;
 };
 
@@ -119,18 +119,28 @@ EPCOMM_HD HeapLayout heap_layout(const HeapShape& shape) {
 }
 
 // Offsets of single words and records. `peer` is the rank that writes them.
-EPCOMM_HD uint64_t state_word(const HeapLayout& l, int peer) { return l.state + uint64_t(peer) * kSignalStride; }
-EPCOMM_HD uint64_t entry_word(const HeapLayout& l, int peer) { return l.entry_signal + uint64_t(peer) * kSignalStride; }
-EPCOMM_HD uint64_t data_word(const HeapLayout& l, const HeapShape& s, int peer, int channel) {
-  return l.data_signal + (uint64_t(peer) * uint64_t(s.num_channels) + uint64_t(channel)) * kSignalStride;
+EPCOMM_HD uint64_t state_word(const HeapLayout& l, int peer) {
+  return l.state + uint64_t(peer) * kSignalStride;
 }
-EPCOMM_HD uint64_t done_word(const HeapLayout& l, int peer) { return l.done_signal + uint64_t(peer) * kSignalStride; }
+EPCOMM_HD uint64_t entry_word(const HeapLayout& l, int peer) {
+  return l.entry_signal + uint64_t(peer) * kSignalStride;
+}
+EPCOMM_HD uint64_t data_word(const HeapLayout& l, const HeapShape& s, int peer, int channel) {
+  return l.data_signal +
+         (uint64_t(peer) * uint64_t(s.num_channels) + uint64_t(channel)) * kSignalStride;
+}
+EPCOMM_HD uint64_t done_word(const HeapLayout& l, int peer) {
+  return l.done_signal + uint64_t(peer) * kSignalStride;
+}
 EPCOMM_HD uint64_t credit_word(const HeapLayout& l, const HeapShape& s, int peer, int slot) {
-  return l.credit + (uint64_t(peer) * uint64_t(num_physical_slots(s)) + uint64_t(slot)) * kSignalStride;
+  return l.credit +
+         (uint64_t(peer) * uint64_t(num_physical_slots(s)) + uint64_t(slot)) * kSignalStride;
 }
 EPCOMM_HD uint64_t entry_record(const HeapLayout& l, int peer, uint64_t epoch) {
   return l.entry + (uint64_t(peer) * 2 + (epoch & 1)) * l.entry_stride;
 }
-EPCOMM_HD uint64_t slot_offset(const HeapLayout& l, int slot) { return l.slots + uint64_t(slot) * l.slot_stride; }
+EPCOMM_HD uint64_t slot_offset(const HeapLayout& l, int slot) {
+  return l.slots + uint64_t(slot) * l.slot_stride;
+}
 
 }  // namespace epcomm

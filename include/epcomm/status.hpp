@@ -28,7 +28,7 @@ enum class Code : int32_t {
 // Whoever first sees an error writes `text`: call, peer, value, limit, remedy.
 struct Status {
   Code code = Code::kOk;
-  int32_t peer = -1;    // the rank the error is about, -1 if none
+  int32_t peer = -1;      // the rank the error is about, -1 if none
   int32_t sys_errno = 0;  // of a failed system call, 0 if none
   std::string text;
 
@@ -36,7 +36,8 @@ struct Status {
 };
 
 // Status with a printf-style sentence. Long sentences are cut at 1023 bytes.
-__attribute__((format(printf, 3, 4))) inline Status error(Code code, int peer, const char* format, ...) {
+__attribute__((format(printf, 3, 4))) inline Status error(Code code, int peer, const char* format,
+                                                          ...) {
   char buffer[1024];
   va_list args;
   va_start(args, format);
@@ -51,8 +52,8 @@ __attribute__((format(printf, 3, 4))) inline Status error(Code code, int peer, c
 
 }  // namespace epcomm
 
-#define EPCOMM_RETURN_IF_ERROR(expr)                    \
-  do {                                                  \
-    ::epcomm::Status epcomm_status_ = (expr);           \
-    if (!epcomm_status_.ok()) return epcomm_status_;    \
+#define EPCOMM_RETURN_IF_ERROR(expr)                 \
+  do {                                               \
+    ::epcomm::Status epcomm_status_ = (expr);        \
+    if (!epcomm_status_.ok()) return epcomm_status_; \
   } while (0)
