@@ -33,4 +33,7 @@ struct RowOps {
 // one is unknown or does not run here. isa == null or empty: the best.
 const RowOps* row_ops(const char* isa) noexcept;
 
+// Gather n items that lie stride_bytes apart (any sign, zero, odd) to adjacent places.
+void copy_strided(void* dst, const void* src, int64_t n, int64_t stride_bytes, int itemsize);
+
 }  // namespace epcomm::host

@@ -9,22 +9,7 @@
 // "+ 1": up to num_slots leases may be held while one slot always remains for the next call.
 #pragma once
 
-#ifdef __CUDACC_RTC__
-namespace epcomm {
-using int32_t = int;
-using int64_t = long long;
-using uint32_t = unsigned int;
-using uint64_t = unsigned long long;
-}  // namespace epcomm
-#else
-#include <cstdint>
-#endif
-
-#ifdef __CUDACC__
-#define EPCOMM_HD __host__ __device__ inline
-#else
-#define EPCOMM_HD inline
-#endif
+#include "epcomm/base.h"
 
 namespace epcomm {
 
