@@ -2,6 +2,7 @@
 #include "host/rows.hpp"
 
 #include <cstring>
+#include <initializer_list>
 
 #include "host/rows_table.hpp"
 
