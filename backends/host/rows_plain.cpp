@@ -99,15 +99,16 @@ void reduce(RowType type, void* out, const void* const* rows, const float* weigh
   plain_reduce(type, out, rows, weights, num_rows, bias, 0, n);
 }
 
-void quantize(RowType type, uint8_t* codes, float* scales, const void* x, size_t n, bool round_scale) {
+void quantize(RowType type, uint8_t* codes, float* scales, const void* x, size_t n,
+              bool round_scale) {
   const FloatState state;
   plain_quantize(type, codes, scales, x, 0, n, round_scale);
 }
 
 }  // namespace
 
-void plain_reduce(RowType type, void* out, const void* const* rows, const float* weights, int num_rows,
-                  const float* bias, size_t begin, size_t end) {
+void plain_reduce(RowType type, void* out, const void* const* rows, const float* weights,
+                  int num_rows, const float* bias, size_t begin, size_t end) {
   auto* to = static_cast<std::byte*>(out);
   auto* from = reinterpret_cast<const std::byte* const*>(rows);
   switch (type) {
@@ -120,8 +121,8 @@ void plain_reduce(RowType type, void* out, const void* const* rows, const float*
   }
 }
 
-void plain_quantize(RowType type, uint8_t* codes, float* scales, const void* x, size_t begin, size_t n,
-                    bool round_scale) {
+void plain_quantize(RowType type, uint8_t* codes, float* scales, const void* x, size_t begin,
+                    size_t n, bool round_scale) {
   auto* from = static_cast<const std::byte*>(x);
   switch (type) {
     case RowType::kFloat32:

@@ -10,13 +10,14 @@
 
 namespace epcomm::host {
 
-// Columns [begin, end) of RowOps::reduce in portable C++: the reference, and the vector loops' tail.
-void plain_reduce(RowType type, void* out, const void* const* rows, const float* weights, int num_rows,
-                  const float* bias, size_t begin, size_t end);
+// Columns [begin, end) of RowOps::reduce in portable C++: the reference, and the vector loops'
+// tail.
+void plain_reduce(RowType type, void* out, const void* const* rows, const float* weights,
+                  int num_rows, const float* bias, size_t begin, size_t end);
 
 // Groups [begin / 128, ...) of RowOps::quantize, `begin` a multiple of 128.
-void plain_quantize(RowType type, uint8_t* codes, float* scales, const void* x, size_t begin, size_t n,
-                    bool round_scale);
+void plain_quantize(RowType type, uint8_t* codes, float* scales, const void* x, size_t begin,
+                    size_t n, bool round_scale);
 
 // Arithmetic must not depend on what the calling thread was told about subnormals, rounding or
 // traps (torch.set_flush_denormal, fesetround): the loops run under the power-on state.

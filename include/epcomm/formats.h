@@ -74,7 +74,7 @@ EPCOMM_HD uint16_t f32_to_f16(float value) {
     return uint16_t(sign | (magnitude >> 13));
   }
   if (magnitude < 0x33000000u) return uint16_t(sign);  // below 2^-25, half the least value
-  const uint32_t shift = 126u - (magnitude >> 23);      // 14..24
+  const uint32_t shift = 126u - (magnitude >> 23);     // 14..24
   const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
   uint32_t code = mantissa >> shift;
   const uint32_t rest = mantissa & ((1u << shift) - 1u);
@@ -107,7 +107,7 @@ EPCOMM_HD uint8_t f32_to_e4m3(float value) {
     return uint8_t(sign | (magnitude >> 20));
   }
   if (magnitude < 0x3a800000u) return uint8_t(sign);  // below 2^-10, half the least value
-  const uint32_t shift = 141u - (magnitude >> 23);     // 21..24
+  const uint32_t shift = 141u - (magnitude >> 23);    // 21..24
   const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
   uint32_t code = mantissa >> shift;
   const uint32_t rest = mantissa & ((1u << shift) - 1u);
@@ -144,7 +144,9 @@ EPCOMM_HD float dequantize_e4m3(uint8_t code, float scale) { return e4m3_to_f32(
 // ---------------------------------------------------------------------------------------- e8m0
 
 // The e8m0 code of a power of two (a scale made with round_scale), and back.
-EPCOMM_HD uint8_t f32_to_e8m0(float power_of_two) { return uint8_t(float_bits(power_of_two) >> 23); }
+EPCOMM_HD uint8_t f32_to_e8m0(float power_of_two) {
+  return uint8_t(float_bits(power_of_two) >> 23);
+}
 
 EPCOMM_HD float e8m0_to_f32(uint8_t code) {
   if (code == 0xffu) return bits_float(0x7fc00000u);
