@@ -1,0 +1,107 @@
+"""Fixtures and the one check at the end of every session: nothing is left behind."""
+
+import importlib
+import os
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from helpers import arrays, pool
+
+os.environ[pool.SESSION_VARIABLE] = uuid.uuid4().hex
+REQUIRED = {name.strip() for name in os.environ.get("EPCOMM_TEST_REQUIRE", "").split(",") if name.strip()}
+
+
+def _backends():
+    """(name, reason why not) of each row of the registry."""
+    from epcomm import _registry
+
+    rows = []
+    for backend in _registry.BACKENDS:
+        try:
+            importlib.import_module(f"epcomm._{backend.name}")
+            rows.append((backend.name, None))
+        except ImportError as error:
+            rows.append((backend.name, f"backend {backend.name}: {error}"))
+    return rows
+
+
+def _need(name, reason):
+    """Skip for a reason, or fail if the environment says that this must be tested."""
+    if reason is None:
+        return
+    if name in REQUIRED:
+        pytest.fail(f"EPCOMM_TEST_REQUIRE names {name}, but: {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session", params=_backends(), ids=lambda row: row[0])
+def backend(request):
+    """Name of each backend that this machine can load."""
+    name, reason = request.param
+    _need(name, reason)
+    return name
+
+
+@pytest.fixture(scope="session", params=(1, 2, 3, 4, 7), ids=lambda ranks: f"{ranks}ranks")
+def num_ranks(request):
+    """Group sizes of the contract."""
+    return request.param
+
+
+@pytest.fixture(params=arrays.KINDS)
+def kind(request):
+    """Array kinds of the contract."""
+    _need(request.param, arrays.why_not(request.param))
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def pools():
+    """The session's :class:`helpers.pool.PoolCache`."""
+    cache = pool.PoolCache()
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def ranks(pools, backend, num_ranks):
+    """A pool of `num_ranks` ranks."""
+    return pools.get(num_ranks, backend)
+
+
+@pytest.fixture
+def two(pools, backend):
+    """A pool of two ranks."""
+    return pools.get(2, backend)
+
+
+@pytest.fixture
+def three(pools, backend):
+    """A pool of three ranks."""
+    return pools.get(3, backend)
+
+
+def _segments():
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir() if "epcomm" in path.name} if folder.is_dir() else set()
+
+
+_segments_before = _segments()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Fail the session if a process or a shared-memory name of ours is left."""
+    left = [f"process {pid}: {command}" for pid, command in pool.processes_of_session()]
+    left += [f"/dev/shm/{name}" for name in sorted(_segments() - _segments_before)]
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line("left behind by this session:", red=True)
+        for line in left:
+            reporter.write_line(f"  {line}", red=True)

@@ -1,0 +1,106 @@
+"""The pool of ranks itself: values, failures, deadlines, deaths and no leftovers."""
+
+import os
+import signal
+import time
+
+import pytest
+from helpers import pool
+
+
+def return_rank(context, offset, own=0):
+    return context.rank + offset + own
+
+
+def fail_on_one(context):
+    if context.rank == 1:
+        raise ValueError("on purpose")
+    time.sleep(30)
+
+
+def sleep_on_all(context):
+    time.sleep(30)
+
+
+def die_on_one(context, how):
+    if context.rank == 1:
+        os.kill(os.getpid(), how)
+        time.sleep(5)
+    return context.rank
+
+
+def return_a_lambda(context):
+    return lambda: None
+
+
+def threads_and_environment(context):
+    return os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], os.environ.get("EXTRA")
+
+
+@pytest.fixture
+def cache():
+    cache = pool.PoolCache(max_processes=4)
+    yield cache
+    cache.close()
+
+
+def test_values_come_in_rank_order_and_pools_are_reused(cache):
+    ranks = cache.get(2)
+    assert ranks.run(return_rank, offset=10) == [10, 11]
+    assert ranks.run(return_rank, offset=0, per_rank=[{"own": 5}, {"own": 7}]) == [5, 8]
+    assert cache.get(2) is ranks
+    other = cache.get(2, env={"EXTRA": "yes"})
+    assert other is not ranks
+    assert other.run(threads_and_environment) == [("0", "2", "1", "yes"), ("1", "2", "1", "yes")]
+
+
+def test_the_least_recently_used_pool_goes_first(cache):
+    first, second = cache.get(2), cache.get(1)
+    cache.get(2)
+    cache.get(2, env={"EXTRA": "1"})
+    assert not second.processes and first.alive
+    assert cache.num_processes == 4
+
+
+def test_a_failure_shows_all_ranks_and_gives_the_pool_up(cache):
+    ranks = cache.get(2)
+    start = time.monotonic()
+    with pytest.raises(pool.RankError, match="on purpose") as caught:
+        ranks.run(fail_on_one)
+    assert time.monotonic() - start < 10
+    assert "still running" in caught.value.reports[0] and "fail_on_one" in caught.value.reports[0]
+    assert not ranks.alive
+    assert cache.get(2) is not ranks
+
+
+def test_the_deadline_ends_a_case(cache):
+    with pytest.raises(pool.RankError, match=r"within 0\.5 s") as caught:
+        cache.get(2).run(sleep_on_all, timeout_s=0.5)
+    assert all("sleep_on_all" in report for report in caught.value.reports)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_death_is_named(cache, how):
+    with pytest.raises(pool.RankError, match=how.name):
+        cache.get(2).run(die_on_one, how=how)
+
+
+def test_an_expected_death_is_a_value(cache):
+    ranks = cache.get(2)
+    values = ranks.run(die_on_one, how=signal.SIGKILL, expect_deaths=[1])
+    assert values[0] == 0 and values[1].exitcode == -signal.SIGKILL
+    assert not ranks.alive
+
+
+def test_a_value_that_does_not_pickle_is_a_failure(cache):
+    with pytest.raises(pool.RankError, match="lambda"):
+        cache.get(1).run(return_a_lambda)
+
+
+def test_closing_leaves_no_process():
+    before = {pid for pid, _ in pool.processes_of_session()}
+    ranks = pool.RankPool(2)
+    pids = {process.pid for process in ranks.processes}
+    assert pids <= {pid for pid, _ in pool.processes_of_session()}
+    ranks.close()
+    assert {pid for pid, _ in pool.processes_of_session()} <= before
