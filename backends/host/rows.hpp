@@ -13,7 +13,7 @@ enum class RowType : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 struct RowOps {
   const char* name;  // "avx512", "avx2" or "plain"
 
-  // Copy one row to memory that this core will not read again soon (peer's heap or an output).
+  // Copy one row.
   void (*copy)(void* dst, const void* src, size_t bytes);
 
   // out[i] = round(((0.0f + w[0]*rows[0][i]) + w[1]*rows[1][i]) + ... + bias[i]) for i < n: each
@@ -27,7 +27,17 @@ struct RowOps {
   // them.
   void (*quantize)(RowType type, uint8_t* codes, float* scales, const void* x, size_t n,
                    bool round_scale);
+
+  // copy and reduce with stores that go past the caches: for megabytes that no core reads soon.
+  // Such stores may become visible late and in any order: call stream_fence() in this thread
+  // before telling another thread or process about them.
+  void (*stream_copy)(void* dst, const void* src, size_t bytes);
+  void (*stream_reduce)(RowType type, void* out, const void* const* rows, const float* weights,
+                        int num_rows, const float* bias, size_t n);
 };
+
+// Orders all earlier stream_copy and stream_reduce of this thread before its later stores.
+void stream_fence() noexcept;
 
 // The best table of this machine, or the one `isa` names ("avx512", "avx2", "plain"); null if that
 // one is unknown or does not run here. isa == null or empty: the best.

@@ -89,10 +89,6 @@ void quantize_as(uint8_t* codes, float* scales, const std::byte* x, size_t begin
   }
 }
 
-void copy(void* dst, const void* src, size_t bytes) {
-  if (bytes != 0) std::memcpy(dst, src, bytes);
-}
-
 void reduce(RowType type, void* out, const void* const* rows, const float* weights, int num_rows,
             const float* bias, size_t n) {
   const FloatState state;
@@ -106,6 +102,10 @@ void quantize(RowType type, uint8_t* codes, float* scales, const void* x, size_t
 }
 
 }  // namespace
+
+void plain_copy(void* dst, const void* src, size_t bytes) {
+  if (bytes != 0) std::memcpy(dst, src, bytes);
+}
 
 void plain_reduce(RowType type, void* out, const void* const* rows, const float* weights,
                   int num_rows, const float* bias, size_t begin, size_t end) {
@@ -134,6 +134,6 @@ void plain_quantize(RowType type, uint8_t* codes, float* scales, const void* x, 
   }
 }
 
-const RowOps kPlainRows = {"plain", copy, reduce, quantize};
+const RowOps kPlainRows = {"plain", plain_copy, reduce, quantize, plain_copy, reduce};
 
 }  // namespace epcomm::host

@@ -10,6 +10,9 @@
 
 namespace epcomm::host {
 
+// memcpy: the C library chooses its loop at run time, too.
+void plain_copy(void* dst, const void* src, size_t bytes);
+
 // Columns [begin, end) of RowOps::reduce in portable C++: the reference, and the vector loops'
 // tail.
 void plain_reduce(RowType type, void* out, const void* const* rows, const float* weights,

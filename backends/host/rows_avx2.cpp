@@ -1,0 +1,302 @@
+// Row loops for AVX2 with F16C. Every function carries its own target, so that the rest of the
+// library runs on any x86-64 and no shared inline function is ever compiled for this set: std
+// templates and the functions of formats.h stay out of the loops.
+#include "host/rows_table.hpp"
+
+#ifdef EPCOMM_ROWS_X86
+
+#include "epcomm/formats.h"
+
+#define EPCOMM_AVX2 __attribute__((target("avx2,f16c"), always_inline))
+#define EPCOMM_AVX2_ENTRY __attribute__((target("avx2,f16c")))
+
+namespace epcomm::host {
+namespace {
+
+// 16 columns in float32. Which column is in which lane is the format's choice: `a` the even and `b`
+// the odd ones (bf16, where that costs one instruction each), or the first and the last 8.
+struct Pair {
+  __m256 a;
+  __m256 b;
+};
+constexpr size_t kColumns = 16;
+
+EPCOMM_AVX2 inline __m256i load_bytes(const std::byte* at) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+}
+
+template <bool kStream>
+EPCOMM_AVX2 inline void store_bytes(std::byte* at, __m256i value) {
+  if constexpr (kStream) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(at), value);
+  } else {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), value);
+  }
+}
+
+struct Bfloat16 {
+  static constexpr RowType kType = RowType::kBfloat16;
+  static constexpr size_t kSize = 2;
+
+  EPCOMM_AVX2 static inline Pair load(const std::byte* at) {
+    const __m256i codes = load_bytes(at);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(codes, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(codes, _mm256_set1_epi32(int(0xffff0000u))))};
+  }
+
+  // The rounded code in the upper half of each lane.
+  EPCOMM_AVX2 static inline __m256i round(__m256 value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(sum, quiet, nan);
+  }
+
+  template <bool kStream>
+  EPCOMM_AVX2 static inline void store(std::byte* at, const Pair& pair) {
+    const __m256i even = _mm256_srli_epi32(round(pair.a), 16);
+    store_bytes<kStream>(at, _mm256_blend_epi16(even, round(pair.b), 0xaa));
+  }
+
+  EPCOMM_AVX2 static inline Pair arrange(__m256 low, __m256 high) {
+    // Even and odd lanes of both, then the 64-bit quarters in order.
+    const __m256 even = _mm256_shuffle_ps(low, high, 0x88);
+    const __m256 odd = _mm256_shuffle_ps(low, high, 0xdd);
+    return {_mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(even), 0xd8)),
+            _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(odd), 0xd8))};
+  }
+
+  // One code per 32-bit lane of the pair to 16 adjacent bytes.
+  EPCOMM_AVX2 static inline __m128i interleave(__m256i a, __m256i b) {
+    const __m256i twos = _mm256_or_si256(a, _mm256_slli_epi32(b, 8));  // 16 bits in each lane
+    const __m256i packed = _mm256_packus_epi32(twos, twos);
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xd8));
+  }
+};
+
+struct HalvesOf16 {
+  EPCOMM_AVX2 static inline Pair arrange(__m256 low, __m256 high) { return {low, high}; }
+
+  EPCOMM_AVX2 static inline __m128i interleave(__m256i a, __m256i b) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0xd8);
+    return _mm256_castsi256_si128(bytes);
+  }
+};
+
+struct Float16 : HalvesOf16 {
+  static constexpr RowType kType = RowType::kFloat16;
+  static constexpr size_t kSize = 2;
+
+  EPCOMM_AVX2 static inline Pair load(const std::byte* at) {
+    const __m256i codes = load_bytes(at);
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(codes)),
+            _mm256_cvtph_ps(_mm256_extracti128_si256(codes, 1))};
+  }
+
+  template <bool kStream>
+  EPCOMM_AVX2 static inline void store(std::byte* at, const Pair& pair) {
+    const __m128i low = _mm256_cvtps_ph(pair.a, _MM_FROUND_TO_NEAREST_INT);
+    const __m128i high = _mm256_cvtps_ph(pair.b, _MM_FROUND_TO_NEAREST_INT);
+    store_bytes<kStream>(at, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
+  }
+};
+
+struct Float32 : HalvesOf16 {
+  static constexpr RowType kType = RowType::kFloat32;
+  static constexpr size_t kSize = 4;
+
+  EPCOMM_AVX2 static inline Pair load(const std::byte* at) {
+    return {_mm256_castsi256_ps(load_bytes(at)), _mm256_castsi256_ps(load_bytes(at + 32))};
+  }
+
+  template <bool kStream>
+  EPCOMM_AVX2 static inline void store(std::byte* at, const Pair& pair) {
+    store_bytes<kStream>(at, _mm256_castps_si256(pair.a));
+    store_bytes<kStream>(at + 32, _mm256_castps_si256(pair.b));
+  }
+};
+
+// What is summed into where; columns count from the start of the row.
+struct Sum {
+  std::byte* out;
+  const std::byte* const* rows;
+  const float* weights;
+  int num_rows;
+  const float* bias;
+};
+
+template <typename Format, int kPairs, bool kWeighted, bool kStream>
+EPCOMM_AVX2 inline void reduce_block(const Sum& sum, size_t column) {
+  Pair total[kPairs];
+#pragma GCC unroll 8
+  for (int p = 0; p < kPairs; ++p) total[p] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+  for (int row = 0; row < sum.num_rows; ++row) {
+    const std::byte* at = sum.rows[row] + column * Format::kSize;
+    __m256 weight = _mm256_setzero_ps();
+    if constexpr (kWeighted) weight = _mm256_set1_ps(sum.weights[row]);
+#pragma GCC unroll 8
+    for (int p = 0; p < kPairs; ++p) {
+      Pair value = Format::load(at + p * int(kColumns * Format::kSize));
+      if constexpr (kWeighted) {
+        value = {_mm256_mul_ps(weight, value.a), _mm256_mul_ps(weight, value.b)};
+      }
+      total[p] = {_mm256_add_ps(total[p].a, value.a), _mm256_add_ps(total[p].b, value.b)};
+    }
+  }
+#pragma GCC unroll 8
+  for (int p = 0; p < kPairs; ++p) {
+    const size_t first = column + size_t(p) * kColumns;
+    if (sum.bias != nullptr) {
+      const Pair bias =
+          Format::arrange(_mm256_loadu_ps(sum.bias + first), _mm256_loadu_ps(sum.bias + first + 8));
+      total[p] = {_mm256_add_ps(total[p].a, bias.a), _mm256_add_ps(total[p].b, bias.b)};
+    }
+    Format::template store<kStream>(sum.out + first * Format::kSize, total[p]);
+  }
+}
+
+template <typename Format, bool kWeighted, bool kStream>
+EPCOMM_AVX2_ENTRY void reduce_row(const Sum& sum, size_t n) {
+  constexpr int kPairs = 4;
+  size_t column = 0;
+  if constexpr (kStream) {
+    // Streaming stores want aligned lines; an element that straddles a line never gets one.
+    const uintptr_t address = reinterpret_cast<uintptr_t>(sum.out);
+    if (address % Format::kSize != 0) return reduce_row<Format, kWeighted, false>(sum, n);
+    column = (64 - address % 64) % 64 / Format::kSize;
+    if (column > n) column = n;
+    plain_reduce(Format::kType, sum.out, reinterpret_cast<const void* const*>(sum.rows),
+                 sum.weights, sum.num_rows, sum.bias, 0, column);
+  }
+  for (; column + kPairs * kColumns <= n; column += kPairs * kColumns) {
+    reduce_block<Format, kPairs, kWeighted, kStream>(sum, column);
+  }
+  for (; column + kColumns <= n; column += kColumns) {
+    reduce_block<Format, 1, kWeighted, kStream>(sum, column);
+  }
+  if (column < n) {
+    plain_reduce(Format::kType, sum.out, reinterpret_cast<const void* const*>(sum.rows),
+                 sum.weights, sum.num_rows, sum.bias, column, n);
+  }
+}
+
+template <bool kStream>
+EPCOMM_AVX2_ENTRY void reduce(RowType type, void* out, const void* const* rows,
+                              const float* weights, int num_rows, const float* bias, size_t n) {
+  const FloatState state;
+  const Sum sum = {static_cast<std::byte*>(out), reinterpret_cast<const std::byte* const*>(rows),
+                   weights, num_rows, bias};
+  const bool weighted = weights != nullptr;
+  switch (type) {
+    case RowType::kFloat32:
+      return weighted ? reduce_row<Float32, true, kStream>(sum, n)
+                      : reduce_row<Float32, false, kStream>(sum, n);
+    case RowType::kFloat16:
+      return weighted ? reduce_row<Float16, true, kStream>(sum, n)
+                      : reduce_row<Float16, false, kStream>(sum, n);
+    case RowType::kBfloat16:
+      return weighted ? reduce_row<Bfloat16, true, kStream>(sum, n)
+                      : reduce_row<Bfloat16, false, kStream>(sum, n);
+  }
+}
+
+// f32_to_e4m3 of formats.h in each lane. Magnitudes have no sign bit: signed comparisons serve.
+EPCOMM_AVX2 inline __m256i e4m3_codes(__m256 value) {
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
+  const __m256i whole = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+  const __m256i magnitude = _mm256_min_epi32(whole, _mm256_set1_epi32(0x43e00000));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(magnitude, 20), _mm256_set1_epi32(1));
+  const __m256i rebias = _mm256_set1_epi32(0x7ffff - (120 << 23));
+  const __m256i normal =
+      _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(magnitude, rebias), odd), 20);
+  // 2^14 has a step of 2^-9, e4m3's least: the addition itself rounds to nearest even.
+  const __m256 small = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_set1_ps(16384.0f));
+  const __m256i subnormal = _mm256_and_si256(_mm256_castps_si256(small), _mm256_set1_epi32(0xf));
+  const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x3c800000), magnitude);
+  const __m256i is_nan = _mm256_cmpgt_epi32(whole, _mm256_set1_epi32(0x7f800000));
+  const __m256i code = _mm256_or_si256(sign, _mm256_blendv_epi8(normal, subnormal, is_small));
+  return _mm256_blendv_epi8(code, _mm256_set1_epi32(0x7f), is_nan);
+}
+
+EPCOMM_AVX2 inline __m256i finite_magnitudes(__m256 value) {
+  const __m256i whole = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0x7fffffff));
+  return _mm256_and_si256(whole, _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f800000), whole));
+}
+
+EPCOMM_AVX2 inline uint32_t largest_lane(__m256i lanes) {
+  __m128i half = _mm_max_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1));
+  return uint32_t(_mm_cvtsi128_si32(half));
+}
+
+template <typename Format>
+EPCOMM_AVX2_ENTRY void quantize_row(uint8_t* codes, float* scales, const std::byte* x, size_t n,
+                                    bool round_scale) {
+  constexpr int kPairs = kScaleGroup / int(kColumns);
+  size_t first = 0;
+  for (; first + kScaleGroup <= n; first += kScaleGroup) {
+    const std::byte* at = x + first * Format::kSize;
+    __m256i largest = _mm256_setzero_si256();
+    for (int p = 0; p < kPairs; ++p) {
+      const Pair value = Format::load(at + size_t(p) * kColumns * Format::kSize);
+      largest = _mm256_max_epi32(largest, finite_magnitudes(value.a));
+      largest = _mm256_max_epi32(largest, finite_magnitudes(value.b));
+    }
+    const float scale = group_scale(largest_lane(largest), round_scale);
+    scales[first / kScaleGroup] = scale;
+    const __m256 inverse = _mm256_set1_ps(inverse_scale(scale));
+    for (int p = 0; p < kPairs; ++p) {
+      const Pair value = Format::load(at + size_t(p) * kColumns * Format::kSize);
+      const __m128i packed = Format::interleave(e4m3_codes(_mm256_mul_ps(value.a, inverse)),
+                                                e4m3_codes(_mm256_mul_ps(value.b, inverse)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + first + size_t(p) * kColumns), packed);
+    }
+  }
+  if (first < n) plain_quantize(Format::kType, codes, scales, x, first, n, round_scale);
+}
+
+EPCOMM_AVX2_ENTRY void quantize(RowType type, uint8_t* codes, float* scales, const void* x,
+                                size_t n, bool round_scale) {
+  const FloatState state;
+  const auto* from = static_cast<const std::byte*>(x);
+  switch (type) {
+    case RowType::kFloat32:
+      return quantize_row<Float32>(codes, scales, from, n, round_scale);
+    case RowType::kFloat16:
+      return quantize_row<Float16>(codes, scales, from, n, round_scale);
+    case RowType::kBfloat16:
+      return quantize_row<Bfloat16>(codes, scales, from, n, round_scale);
+  }
+}
+
+EPCOMM_AVX2_ENTRY void stream_copy(void* dst, const void* src, size_t bytes) {
+  auto* to = static_cast<std::byte*>(dst);
+  const auto* from = static_cast<const std::byte*>(src);
+  size_t at = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
+  if (at > bytes) at = bytes;
+  plain_copy(to, from, at);
+  for (; at + 128 <= bytes; at += 128) {
+    const __m256i a = load_bytes(from + at);
+    const __m256i b = load_bytes(from + at + 32);
+    const __m256i c = load_bytes(from + at + 64);
+    const __m256i d = load_bytes(from + at + 96);
+    store_bytes<true>(to + at, a);
+    store_bytes<true>(to + at + 32, b);
+    store_bytes<true>(to + at + 64, c);
+    store_bytes<true>(to + at + 96, d);
+  }
+  plain_copy(to + at, from + at, bytes - at);
+}
+
+}  // namespace
+
+const RowOps kAvx2Rows = {"avx2", plain_copy, reduce<false>, quantize, stream_copy, reduce<true>};
+
+}  // namespace epcomm::host
+
+#endif  // EPCOMM_ROWS_X86
