@@ -4,6 +4,7 @@
 // The heap of every rank has this layout, so one offset names the same thing at each rank:
 //
 //   control   state words, signals, credits, entry records   (written by peers, small)
+//   staging   per channel, only where stores do not reach every peer
 //   slots     num_slots + 1 buffers that calls receive in    (written by peers, large)
 //
 // "+ 1": up to num_slots leases may be held while one slot always remains for the next call.
@@ -33,6 +34,7 @@ struct HeapShape {
   int64_t max_recv_tokens;
   int64_t row_bytes;    // ceil16(hidden * itemsize)
   int64_t scale_bytes;  // room for scales beside each row
+  int64_t staging_bytes;  // per channel; 0 where stores reach every peer
 };
 
 struct HeapLayout {
@@ -44,6 +46,7 @@ struct HeapLayout {
   uint64_t credit;        // [rank][slot] last epoch of that rank's slot that it has consumed
   uint64_t entry;         // [rank][epoch & 1] entry records
   uint64_t entry_stride;
+  uint64_t staging;      // [channel] rows on their way to peers that stores do not reach; own use
   // slots
   uint64_t slots;  // [physical slot]
   uint64_t slot_stride;
@@ -85,6 +88,8 @@ EPCOMM_HD HeapLayout heap_layout(const HeapShape& shape) {
   layout.entry_stride = align_up(
       256 + kEntryTextBytes + 8 * ranks + 8 * uint64_t(shape.max_local_experts), kSignalStride);
   at += ranks * 2 * layout.entry_stride;
+  layout.staging = align_up(at, page);
+  at = layout.staging + uint64_t(shape.num_channels) * uint64_t(shape.staging_bytes);
 
   layout.slots = align_up(at, page);
   layout.slot_rows = slot_rows_needed(shape);
@@ -123,6 +128,9 @@ EPCOMM_HD uint64_t credit_word(const HeapLayout& l, const HeapShape& s, int peer
 }
 EPCOMM_HD uint64_t entry_record(const HeapLayout& l, int peer, uint64_t epoch) {
   return l.entry + (uint64_t(peer) * 2 + (epoch & 1)) * l.entry_stride;
+}
+EPCOMM_HD uint64_t staging_offset(const HeapLayout& l, const HeapShape& s, int channel) {
+  return l.staging + uint64_t(channel) * uint64_t(s.staging_bytes);
 }
 EPCOMM_HD uint64_t slot_offset(const HeapLayout& l, int slot) {
   return l.slots + uint64_t(slot) * l.slot_stride;

@@ -1,0 +1,88 @@
+// Puts bytes at a place in a peer's heap: straight through its mapping where there is one, else
+// through this channel's staging area and put(). One Writer per channel and phase.
+#pragma once
+
+#include <vector>
+
+#include "host/engine.hpp"
+
+namespace epcomm::host {
+
+class Writer {
+ public:
+  Writer(HostTransport* transport, const HeapLayout& layout, const HeapShape& shape, int channel, const WaitSpec& spec)
+      : transport_(transport),
+        channel_(channel),
+        staging_(staging_offset(layout, shape, channel)),
+        staging_bytes_(uint64_t(shape.staging_bytes)),
+        spec_(spec),
+        direct_(size_t(shape.num_ranks)) {
+    for (int peer = 0; peer < shape.num_ranks; ++peer) direct_[size_t(peer)] = transport->peer_ptr(peer, 0);
+  }
+
+  bool direct(int peer) const { return direct_[size_t(peer)] != nullptr; }
+
+  // Memory to fill with what belongs at `offset` of the peer's heap, valid until the next call.
+  // Null after a failure, which status() tells.
+  std::byte* at(int peer, uint64_t offset, uint64_t bytes) {
+    if (std::byte* base = direct_[size_t(peer)]) return base + offset;
+    return stage(peer, offset, bytes);
+  }
+
+  // Bytes that lie in the own heap already.
+  void put(int peer, uint64_t offset, uint64_t source, uint64_t bytes) {
+    if (status_.ok()) status_ = transport_->put(peer, channel_, offset, source, bytes);
+  }
+
+  // Everything staged is on its way; signals of this channel now come behind it.
+  const Status& flush() {
+    for (const Piece& piece : pieces_) put(piece.peer, piece.offset, piece.source, piece.bytes);
+    pieces_.clear();
+    return status_;
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  struct Piece {
+    int peer;
+    uint64_t offset, source, bytes;
+  };
+
+  std::byte* stage(int peer, uint64_t offset, uint64_t bytes) {
+    if (!status_.ok()) return nullptr;
+    if (bytes > staging_bytes_) {
+      status_ = error(Code::kInternal, peer, "%llu bytes do not fit in %llu bytes of staging",
+                      (unsigned long long)bytes, (unsigned long long)staging_bytes_);
+      return nullptr;
+    }
+    if (used_ + bytes > staging_bytes_) {
+      flush();
+      // The staging area is written again only when the transport has read it.
+      for (size_t p = 0; p < direct_.size() && status_.ok(); ++p) {
+        if (!direct_[p]) status_ = transport_->quiet(int(p), channel_, spec_);
+      }
+      used_ = 0;
+      if (!status_.ok()) return nullptr;
+    }
+    const uint64_t source = staging_ + used_;
+    used_ += bytes;
+    Piece* last = pieces_.empty() ? nullptr : &pieces_.back();
+    if (last && last->peer == peer && last->offset + last->bytes == offset && last->source + last->bytes == source) {
+      last->bytes += bytes;
+    } else {
+      pieces_.push_back({peer, offset, source, bytes});
+    }
+    return transport_->heap() + source;
+  }
+
+  HostTransport* transport_;
+  const int channel_;
+  const uint64_t staging_, staging_bytes_;
+  const WaitSpec spec_;
+  std::vector<std::byte*> direct_;
+  std::vector<Piece> pieces_;
+  uint64_t used_ = 0;
+  Status status_;
+};
+
+}  // namespace epcomm::host
