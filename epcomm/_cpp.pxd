@@ -28,15 +28,37 @@ cdef extern from "epcomm/status.hpp" namespace "epcomm" nogil:
 
 
 cdef extern from "epcomm/backend.hpp" namespace "epcomm" nogil:
+    enum class PeerState(uint64_t):
+        kAlive
+        kLeft
+        kBroken
+        kDead
+
+    struct WaitSpec:
+        const char* operation
+        const char* phase
+        double timeout_s
+        int (*interrupted)(void*) noexcept nogil
+        void* interrupted_arg
+
     cppclass HostTransport:
-        pass
+        char* heap()
+        uint64_t heap_bytes()
+        char* peer_ptr(int peer, uint64_t offset)
+        Status put(int peer, int channel, uint64_t dst, uint64_t src, uint64_t size_bytes)
+        Status signal(int peer, int channel, uint64_t word, uint64_t add)
+        Status quiet(int peer, int channel, const WaitSpec& spec)
+        Status wait(int peer, uint64_t word, uint64_t value, const WaitSpec& spec)
+        PeerState peer_state(int peer)
+        void abort(const Status& why)
 
     cppclass Backend:
         const char* name()
         uint32_t caps()
         Status alloc_heap(uint64_t size_bytes)
         Status export_info(string* out)
-        Status connect(int rank, const vector[string]& infos, uint64_t state_word, double timeout_s)
+        Status connect(int rank, const vector[string]& infos, uint64_t state_word, double timeout_s,
+                       int (*interrupted)(void*) noexcept nogil, void* interrupted_arg)
         HostTransport* host_transport()
         Status async_error()
         Status close()

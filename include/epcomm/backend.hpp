@@ -110,9 +110,10 @@ class Backend {
 
   // All ranks' infos in rank order. `state_word` is the heap offset of [rank] PeerState words,
   // kSignalStride apart, through which peers say that they left. Reaches every peer or says which
-  // one it cannot reach and why.
+  // one it cannot reach and why. `interrupted`: as in WaitSpec.
   virtual Status connect(int rank, const std::vector<std::string>& infos, uint64_t state_word,
-                         double timeout_s) noexcept = 0;
+                         double timeout_s, int (*interrupted)(void*) = nullptr,
+                         void* interrupted_arg = nullptr) noexcept = 0;
 
   // Owned by the backend; null before connect() or without kCapHostPut.
   virtual HostTransport* host_transport() noexcept { return nullptr; }

@@ -1,0 +1,99 @@
+#include "common/liveness.hpp"
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+
+#include <cerrno>
+
+#include "common/clock.hpp"
+#include "common/errors.hpp"
+
+namespace epcomm::common {
+namespace {
+
+constexpr int kPollMs = 100;  // for processes without a pidfd
+
+}  // namespace
+
+Status Liveness::start(std::vector<Process> processes, void (*notify)(void*), void* arg) {
+  processes_ = std::move(processes);
+  died_ns_ = std::make_unique<std::atomic<int64_t>[]>(processes_.size());
+  for (size_t rank = 0; rank < processes_.size(); ++rank) died_ns_[rank] = 0;
+  notify_ = notify;
+  notify_arg_ = arg;
+  bool watched = false;
+  for (const Process& process : processes_) watched |= process.pid != 0;
+  if (!watched) return {};  // alone: no thread
+
+  stop_event_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!stop_event_) return system_error(-1, errno, "eventfd");
+  // Signals belong to the program's own threads (Python's handlers run in its main thread); faults
+  // stay deliverable.
+  sigset_t all, old;
+  sigfillset(&all);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  const int why = pthread_create(&thread_, nullptr, &Liveness::run, this);
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  if (why != 0) return system_error(-1, why, "starting the thread that watches peers");
+  running_ = true;
+  return {};
+}
+
+int64_t Liveness::died_ns(int rank) const noexcept {
+  return died_ns_[size_t(rank)].load(std::memory_order_acquire);
+}
+
+void Liveness::note_death(size_t rank) noexcept {
+  int64_t alive = 0;
+  if (!died_ns_[rank].compare_exchange_strong(alive, now_ns(), std::memory_order_acq_rel)) return;
+  any_dead_.store(true, std::memory_order_release);
+}
+
+void Liveness::scan() noexcept {
+  for (size_t rank = 0; rank < processes_.size(); ++rank) {
+    if (died_ns(int(rank)) == 0 && process_ended(processes_[rank])) note_death(rank);
+  }
+}
+
+void* Liveness::run(void* self) noexcept {
+  pthread_setname_np(pthread_self(), "epcomm-liveness");
+  static_cast<Liveness*>(self)->watch();
+  return nullptr;
+}
+
+void Liveness::watch() noexcept {
+  std::vector<pollfd> entries;
+  while (true) {
+    entries.assign(1, {stop_event_.get(), POLLIN, 0});
+    bool polled = false;
+    for (size_t rank = 0; rank < processes_.size(); ++rank) {
+      const Process& process = processes_[rank];
+      if (process.pid == 0 || died_ns(int(rank)) != 0) continue;
+      if (process.pidfd) {
+        entries.push_back({process.pidfd.get(), POLLIN, 0});
+      } else {
+        polled = true;
+      }
+    }
+    const int ready = poll(entries.data(), nfds_t(entries.size()), polled ? kPollMs : -1);
+    if (entries[0].revents != 0) return;
+    if (ready == 0 && !polled) continue;
+    scan();
+    if (any_dead() && notify_) notify_(notify_arg_);
+  }
+}
+
+void Liveness::stop() noexcept {
+  if (!running_) return;
+  running_ = false;
+  eventfd_write(stop_event_.get(), 1);
+  pthread_join(thread_, nullptr);
+  for (Process& process : processes_) process.pidfd.reset();
+  stop_event_.reset();
+}
+
+void Liveness::forget() noexcept { running_ = false; }
+
+}  // namespace epcomm::common

@@ -1,0 +1,62 @@
+// Random bytes of the kernel: names, tokens and nonces that nobody can guess.
+#pragma once
+
+#include <sys/random.h>
+
+#include <array>
+#include <cerrno>
+#include <string>
+
+#include "common/errors.hpp"
+
+namespace epcomm::common {
+
+// 128 bits.
+using Key = std::array<unsigned char, 16>;
+
+inline Status random_key(Key* out) {
+  // Up to 256 bytes come whole or not at all.
+  ssize_t got;
+  do {
+    got = getrandom(out->data(), out->size(), 0);
+  } while (got < 0 && errno == EINTR);
+  if (got != ssize_t(out->size())) return system_error(-1, got < 0 ? errno : EIO, "getrandom");
+  return {};
+}
+
+inline std::string to_hex(const Key& key) {
+  static const char digits[] = "0123456789abcdef";
+  std::string text;
+  for (unsigned char byte : key) {
+    text += digits[byte >> 4];
+    text += digits[byte & 15];
+  }
+  return text;
+}
+
+inline bool from_hex(const std::string& text, Key* out) {
+  if (text.size() != 2 * out->size()) return false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    int value;
+    if (c >= '0' && c <= '9') {
+      value = c - '0';
+    } else if (c >= 'a' && c <= 'f') {
+      value = c - 'a' + 10;
+    } else {
+      return false;
+    }
+    unsigned char& byte = (*out)[i / 2];
+    byte = static_cast<unsigned char>(i % 2 ? byte | value : value << 4);
+  }
+  return true;
+}
+
+// Takes the same time wherever the keys differ.
+inline bool same_key(const Key& a, const Key& b) {
+  unsigned different = 0;
+  for (size_t i = 0; i < a.size(); ++i) different |= a[i] ^ b[i];
+  return different == 0;
+}
+
+}  // namespace epcomm::common
