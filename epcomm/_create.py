@@ -1,0 +1,405 @@
+"""Creation of a communicator: arguments, agreement between ranks, choice of a backend, set-up in step.
+
+Every stage that can fail on one rank ends with an exchange, so that all ranks go on or all raise.
+"""
+
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+from epcomm import _arrays, _host, bootstrap, config, ops
+from epcomm._registry import BACKENDS
+from epcomm._version import __version__
+from epcomm.errors import (
+    BackendUnavailableError,
+    EpcommError,
+    InternalError,
+    InvalidArgumentError,
+    UnsupportedError,
+    code_of,
+    from_status,
+)
+
+log = logging.getLogger("epcomm")
+
+# Row and scale dtypes by the number that entry words carry: append, never reorder.
+DTYPES = (
+    "float32", "float16", "bfloat16", "float64", "uint8", "int8", "bool", "uint16", "int16", "uint32", "int32",
+    "uint64", "int64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float8_e4m3fnuz",
+    "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e3m4", "float8_e8m0fnu", "int4", "uint4", "int2", "uint2",
+    "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn",
+)  # fmt: skip
+
+CAPS = ("host_put", "device_put", "peer_load_store", "intra_node", "inter_node", "host_memory", "device_memory",
+        "needs_progress", "graph_capture")  # fmt: skip
+
+_OPTIONS = ("num_threads", "node_id", "shm_dir", "push_only", "spin_us", "use_pidfd")
+_MAX_INT = (1 << 31) - 1
+# What must be equal on all ranks; the rest is each rank's own business.
+_SHARED = ("num_experts", "num_topk", "hidden", "max_tokens_per_rank", "max_recv_tokens", "low_latency_max_tokens",
+           "num_slots", "dtype", "expert_to_rank", "num_channels", "backend", "device kind")  # fmt: skip
+
+
+def _integer(name: str, value: Any, low: int, high: int = _MAX_INT) -> int:
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer from {low} to {high}")
+    number = index(value)
+    if not low <= number <= high:
+        raise InvalidArgumentError(f"{name} is {number}; allowed: {low} to {high}")
+    return number
+
+
+def _device(value: Any) -> str | None:
+    if value is None or value == "cpu":
+        return value
+    if isinstance(value, str) and value.startswith("cuda:") and value[5:].isdigit():
+        return value
+    if not isinstance(value, (bool, str)) and hasattr(type(value), "__index__") and index(value) >= 0:
+        return f"cuda:{index(value)}"
+    text = str(value)
+    if type(value).__module__.startswith("torch"):  # torch.device
+        if text == "cpu" or (text.startswith("cuda:") and text[5:].isdigit()):
+            return text
+    raise InvalidArgumentError(f"device is {value!r}; allowed: 'cpu', a device index or 'cuda:N'")
+
+
+def wanted_backends(request: Any, source: str) -> tuple[str, ...] | None:
+    """Backends that a request names, in order; None if it names none.
+
+    The grammar: a name, a list ``a,b`` in order of preference, or ``^a,b`` for all but those.
+    """
+    if request is None:
+        return None
+    known = [backend.name for backend in BACKENDS]
+    if not isinstance(request, str) or not request.strip():
+        raise InvalidArgumentError(f"{source} is {request!r}; allowed: a name, a list a,b or ^a,b of {known}")
+    text = request.strip()
+    names = [name.strip() for name in text.lstrip("^").split(",")]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InvalidArgumentError(f"{source} is {request!r}: no backend {unknown[0]!r}; known: {', '.join(known)}")
+    return tuple(name for name in known if name not in names) if text.startswith("^") else tuple(names)
+
+
+def parameters(given: dict[str, Any]) -> dict[str, Any]:
+    """Checked constructor arguments; what depends on the number of ranks is left as it was given."""
+    made = dict(given)
+    experts = made["num_experts"] = _integer("num_experts", given["num_experts"], 1)
+    made["num_topk"] = _integer("num_topk", given["num_topk"], 1, experts)
+    made["hidden"] = _integer("hidden", given["hidden"], 1)
+    made["max_tokens_per_rank"] = _integer("max_tokens_per_rank", given["max_tokens_per_rank"], 1)
+    if given["max_recv_tokens"] is not None:
+        made["max_recv_tokens"] = _integer("max_recv_tokens", given["max_recv_tokens"], 1)
+    made["low_latency_max_tokens"] = _integer("low_latency_max_tokens", given["low_latency_max_tokens"], 0)
+    if made["low_latency_max_tokens"]:
+        raise UnsupportedError(
+            f"low_latency_max_tokens is {made['low_latency_max_tokens']}; allowed so far: 0 (no low-latency calls)")
+    made["num_slots"] = _integer("num_slots", given["num_slots"], 1, 64)
+    made["dtype"] = _arrays.canonical_dtype(given["dtype"])
+    if made["dtype"] not in DTYPES or _arrays.itemsize_of(made["dtype"]) not in (1, 2, 4):
+        raise InvalidArgumentError(f"dtype is {made['dtype']}; allowed: any native dtype of 1, 2 or 4 bytes")
+    made["device"] = _device(given["device"])
+    if given["num_sms"] is not None:
+        made["num_sms"] = _integer("num_sms", given["num_sms"], 1)
+    if given["num_channels"] is not None:
+        made["num_channels"] = _integer("num_channels", given["num_channels"], 1, 256)
+    if given["timeout_s"] is None:
+        made["timeout_s"] = config.get("EPCOMM_TIMEOUT_S")
+    else:
+        made["timeout_s"] = config.seconds("timeout_s", given["timeout_s"])
+    request, source = given["backend"], "backend"
+    if request is None:
+        request, source = config.get("EPCOMM_BACKEND"), "EPCOMM_BACKEND"
+    made["backend"] = wanted_backends(request, source)
+    if given["expert_to_rank"] is not None:
+        made["expert_to_rank"] = [
+            _integer(f"expert_to_rank[{i}]", rank, 0) for i, rank in enumerate(_listed(given["expert_to_rank"]))
+        ]
+        if len(made["expert_to_rank"]) != experts:
+            raise InvalidArgumentError(
+                f"expert_to_rank has {len(made['expert_to_rank'])} entries; allowed: num_experts={experts}")
+    options = given["options"]
+    if options is None:
+        options = {}
+    if not isinstance(options, dict):
+        raise InvalidArgumentError(f"options is of type {type(options).__name__}; allowed: dict")
+    for key in options:
+        if key not in _OPTIONS:
+            raise InvalidArgumentError(f"options has {key!r}; allowed: {', '.join(_OPTIONS)}")
+    made["options"] = dict(options)
+    threads = options.get("num_threads")
+    if threads is not None:
+        threads = _integer("options['num_threads']", threads, 1, 256)
+    made["num_threads"] = threads or made["num_sms"] or config.get("EPCOMM_NUM_THREADS")
+    if made["num_threads"] is not None:
+        made["num_threads"] = min(made["num_threads"], 256)
+    if not isinstance(options.get("push_only", False), bool):
+        raise InvalidArgumentError(f"options['push_only'] is {options['push_only']!r}; allowed: True or False")
+    made["isa"] = config.get("EPCOMM_HOST_ISA")
+    if _host.isa(made["isa"]) is None:
+        raise InvalidArgumentError(f"EPCOMM_HOST_ISA={made['isa']!r} does not run on this processor; it runs "
+                                   f"{_host.isa()!r}")
+    return made
+
+
+def _listed(value: Any) -> list[Any]:
+    try:
+        return list(value)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"expert_to_rank is of type {type(value).__name__}; allowed: a sequence of ranks") from None
+
+
+def _default_threads(num_ranks: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+
+
+def heap_shape(made: dict[str, Any], num_ranks: int, num_channels: int, load_store: bool) -> dict[str, int]:
+    """The shape of every rank's heap (``HeapShape`` of ``include/epcomm/heap.h``)."""
+    hidden = made["hidden"]
+    row_bytes = (hidden * _arrays.itemsize_of(made["dtype"]) + 15) // 16 * 16
+    scale_bytes = max(64, (4 * ((hidden + 127) // 128) + 15) // 16 * 16)
+    _, _, local = ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])
+    max_recv = made["max_recv_tokens"]
+    if max_recv is None:
+        max_recv = num_ranks * made["max_tokens_per_rank"]
+    staging = 0 if load_store else max(1 << 20, 4 * (row_bytes + scale_bytes), 4096 + 8 * (num_ranks + max(local)))
+    return dict(
+        num_ranks=num_ranks, num_topk=made["num_topk"], num_slots=made["num_slots"], num_channels=num_channels,
+        max_local_experts=max(local), max_tokens_per_rank=made["max_tokens_per_rank"], max_recv_tokens=max_recv,
+        row_bytes=row_bytes, scale_bytes=scale_bytes, staging_bytes=staging,
+    )
+
+
+def required_bytes(made: dict[str, Any], num_ranks: int) -> dict[str, int]:
+    """Bytes by purpose of one rank; see ``Communicator.required_bytes``."""
+    channels = made["num_channels"] or made["num_threads"] or _default_threads(num_ranks)
+    shape = heap_shape(made, num_ranks, channels, load_store=True)
+    heap = _host.heap_bytes(shape)
+    tokens, recv, topk = shape["max_tokens_per_rank"], shape["max_recv_tokens"], shape["num_topk"]
+    per_token = 8 * topk + 12 * min(topk, num_ranks) + 8
+    routing = tokens * per_token + recv * (16 * topk + 4)
+    parts = {name: heap[name] for name in ("control", "staging", "slots")}
+    parts["routing"] = routing
+    parts["total"] = sum(parts.values())
+    return parts
+
+
+@dataclass
+class Made:
+    """What creation hands to the communicator."""
+
+    rank: int
+    num_ranks: int
+    backend_name: str
+    caps: frozenset[str]
+    device: str
+    parameters: dict[str, Any]
+    shape: dict[str, int]
+    local_experts: list[int]
+    engine: Any
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    if not isinstance(error, EpcommError):
+        error = InternalError(f"{type(error).__name__}: {error}")
+    return {"code": code_of(error), "text": str(error), "peer": getattr(error, "peer", None)}
+
+
+def _raise(failures: list[tuple[int, dict[str, Any]]]) -> None:
+    """What all ranks raise when some of them failed: the first rank's error, with a count of the others."""
+    rank, failure = failures[0]
+    text = f"rank {rank}: {failure['text']}"
+    if len(failures) > 1:
+        others = ", ".join(str(other) for other, _ in failures[1:17])
+        text += f" (rank{'s' if len(failures) > 2 else ''} {others} failed too)"
+    peer = failure.get("peer")
+    raise from_status(failure["code"], text, -1 if peer is None else peer)
+
+
+def _together(group: bootstrap.Group, work: Callable[[], Any]) -> tuple[Any, list[Any], list[tuple[int, dict]]]:
+    """Run ``work`` here; (its result, every rank's JSON-able result, every rank's failure)."""
+    result, failure, cause = None, None, None
+    try:
+        result = work()
+    except Exception as error:
+        failure, cause = _failure(error), error
+    shown = result if isinstance(result, (dict, list, str, int, type(None))) else None
+    told = group.all_gather(json.dumps({"failure": failure, "result": shown}).encode())
+    told = [json.loads(data) for data in told]
+    failures = [(rank, data["failure"]) for rank, data in enumerate(told) if data["failure"]]
+    if cause is not None:
+        log.info("rank %d: %s", group.rank, cause)
+    return result, [data["result"] for data in told], failures
+
+
+def _viable(made: dict[str, Any], device: str) -> dict[str, str | None]:
+    """Each candidate with the reason against it on this rank, None if it may be tried."""
+    candidates = made["backend"] if made["backend"] is not None else [backend.name for backend in BACKENDS]
+    rows = {backend.name: backend for backend in BACKENDS}
+    reasons: dict[str, str | None] = {}
+    for name in candidates:
+        reason = None
+        if rows[name].needs_cuda != (device != "cpu"):
+            reason = f"has {'device' if rows[name].needs_cuda else 'host'} memory, but device={device!r}"
+        else:
+            try:
+                importlib.import_module(f"epcomm._{name}").probe()
+            except EpcommError as error:
+                reason = str(error)
+            except ImportError as error:
+                reason = f"cannot be imported: {error}"
+        reasons[name] = reason
+    return reasons
+
+
+def _resolve_device(made: dict[str, Any]) -> str:
+    """The device, where the caller left it open: cpu unless a backend with device memory could use a GPU."""
+    rows = [backend for backend in BACKENDS if made["backend"] is None or backend.name in made["backend"]]
+    has_device_memory = any(backend.needs_cuda for backend in rows)
+    if made["device"] is None:
+        return "cpu" if not has_device_memory else _current_gpu()
+    if made["device"] != "cpu" and not has_device_memory:
+        names = ", ".join(backend.name for backend in rows)
+        raise InvalidArgumentError(f"device is {made['device']!r}; allowed with backend {names}: 'cpu'")
+    return made["device"]
+
+
+def _current_gpu() -> str:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return f"cuda:{torch.cuda.current_device()}"
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and cupy.cuda.is_available():
+        return f"cuda:{cupy.cuda.runtime.getDevice()}"
+    return "cpu"
+
+
+def _compare(told: list[dict[str, Any]]) -> None:
+    """One error that lists each rank's value of the first thing that differs."""
+    for name in ("version", *_SHARED):
+        values = [rank[name] for rank in told]
+        if any(value != values[0] for value in values):
+            shown = []
+            for rank, value in enumerate(values[:16]):
+                text = "None" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                shown.append(f"rank {rank}: {text if len(text) <= 60 else text[:57] + '...'}")
+            more = ", ..." if len(values) > 16 else ""
+            raise InvalidArgumentError(f"{name} differs between ranks: {', '.join(shown)}{more}")
+
+
+def create(group_like: Any, given: dict[str, Any]) -> Made:
+    """Everything of ``Communicator.__init__``. Collective."""
+    _set_log_level()
+    failure: Exception | None = None
+    made: dict[str, Any] = {}
+    device = "cpu"
+    try:
+        made = parameters(given)
+        device = _resolve_device(made)
+    except EpcommError as error:
+        failure = error
+    # A bad argument still takes part, under the default deadline, so that all ranks hear of it.
+    timeout_s = made.get("timeout_s", 300.0)
+    with bootstrap.connect(group_like, timeout_s=timeout_s) as group:
+        return _create(group, made, device, failure)
+
+
+def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: Exception | None) -> Made:
+    rank, num_ranks = group.rank, group.num_ranks
+
+    def introduce() -> dict[str, Any]:
+        if failure is not None:
+            raise failure
+        ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])  # ranks in range
+        threads = made["num_threads"] or _default_threads(num_ranks)
+        node_id = made["options"].get("node_id", config.get("EPCOMM_NODE_ID"))
+        told = {name: made.get(name) for name in _SHARED}
+        told["backend"] = list(made["backend"]) if made["backend"] is not None else None
+        told["device kind"] = "cpu" if device == "cpu" else "cuda"
+        told.update(version=__version__, threads=threads, node_id=node_id, viable=_viable(made, device))
+        return told
+
+    mine, told, failures = _together(group, introduce)
+    if failures:
+        _raise(failures)
+    _compare(told)
+
+    threads = mine["threads"]
+    channels = made["num_channels"] or min(256, max(rank_told["threads"] for rank_told in told))
+    refused: list[str] = []
+    for name in mine["viable"]:
+        reasons = [f"rank {r}: {t['viable'][name]}" for r, t in enumerate(told) if t["viable"][name] is not None]
+        nodes = sorted({str(t["node_id"]) for t in told})
+        if not reasons and len(nodes) > 1 and name == "shm":
+            reasons = [f"ranks are in different nodes ({', '.join(nodes)})"]
+        if reasons:
+            log.info("backend %s refused: %s", name, "; ".join(reasons))
+            refused.append(f"{name}: {'; '.join(reasons[:8])}")
+            continue
+        engine_or_none, failures = _start(group, name, made, threads, channels)
+        if not failures:
+            log.info("rank %d of %d uses backend %s", rank, num_ranks, name)
+            caps, shape, engine = engine_or_none
+            _, _, local = ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])
+            return Made(rank, num_ranks, name, caps, device, made, shape, local, engine)
+        unavailable = code_of(BackendUnavailableError())
+        if any(failed["code"] != unavailable for _, failed in failures):
+            _raise([failed for failed in failures if failed[1]["code"] != unavailable])
+        reasons = [f"rank {r}: {failed['text']}" for r, failed in failures]
+        log.info("backend %s refused: %s", name, "; ".join(reasons))
+        refused.append(f"{name}: {'; '.join(reasons[:8])}")
+    raise BackendUnavailableError("no backend works between all ranks: " + "; ".join(refused))
+
+
+def _start(group: bootstrap.Group, name: str, made: dict[str, Any], threads: int,
+           channels: int) -> tuple[Any, list[tuple[int, dict]]]:
+    """Set one backend up in step with the other ranks; ((caps, shape, engine), []) or (None, failures)."""
+    rank, num_ranks = group.rank, group.num_ranks
+    backend: Any = None
+    shape: dict[str, int] = {}
+    caps: frozenset[str] = frozenset()
+
+    def open_heap() -> str:
+        nonlocal backend, shape, caps
+        backend = importlib.import_module(f"epcomm._{name}").Backend(made["options"])
+        caps = frozenset(word for bit, word in enumerate(CAPS) if backend.caps >> bit & 1)
+        shape = heap_shape(made, num_ranks, channels, "peer_load_store" in caps)
+        backend.alloc_heap(_host.heap_bytes(shape)["total"])
+        return backend.export_info().hex()
+
+    def join(infos: list[str]) -> Any:
+        state_word = _host.heap_bytes(shape)["state_word"]
+        backend.connect(rank, [bytes.fromhex(info) for info in infos], state_word, made["timeout_s"])
+        owners, _, _ = ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])
+        return _host.HostEngine(backend, rank, shape, owners, threads, made["timeout_s"], DTYPES, made["isa"],
+                                made["options"].get("push_only", False))
+
+    engine = None
+    try:
+        _, infos, failures = _together(group, open_heap)
+        if not failures:
+            engine, _, failures = _together(group, lambda: join(infos))
+        return (None, failures) if failures else ((caps, shape, engine), [])
+    except BaseException:
+        engine = None
+        raise
+    finally:
+        if backend is not None and engine is None:
+            backend.close()
+
+
+def _set_log_level() -> None:
+    level = os.environ.get("EPCOMM_LOG") and config.get("EPCOMM_LOG")
+    if level:
+        log.setLevel(level.upper())
+        if not log.handlers and not logging.getLogger().handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))
+            log.addHandler(handler)

@@ -1,0 +1,117 @@
+"""What calls return: objects with attributes; a field that does not apply is ``None``."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+def _describe(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return repr(value)
+    return f"<{type(value).__name__} {tuple(shape)} {getattr(value, 'dtype', '')}>".replace(" >", ">")
+
+
+class _Shown:
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={_describe(value)}" for name, value in vars(self).items() if value is not None)
+        return f"{type(self).__name__}({fields})"
+
+
+@dataclass(repr=False, eq=False)
+class Dispatched(_Shown):
+    """Result of a dispatch. Arrays are of the kind of ``x`` and on its device.
+
+    Attributes
+    ----------
+    x : array [rows, hidden]
+        Received rows, sorted by (source rank, source token); in expert layout grouped by local expert and inside
+        an expert by (source rank, token, k), each group padded with zero rows. A view of the heap (a *lease*, held
+        until the last array over it dies) or memory of the caller's framework.
+    scales : array [rows, S] or None
+        Scales that came with the rows: float32 with ``quantize``, else the dtype given as ``scales=``.
+    topk_idx : int32 array
+        Rank layout ``[rows, num_topk]``: local expert of each pick, -1 elsewhere. Expert layout ``[rows]``: the
+        row's local expert, -1 in padding.
+    topk_weights : float32 array or None
+        Weights in the shape of ``topk_idx``, 0 where it is -1; None if none were given.
+    num_tokens_per_expert : int32 array [E_local]
+        Delivered picks of each local expert, without padding.
+    expert_offsets : int32 array [E_local + 1] or None
+        Expert layout: where each padded group starts.
+    counts : list of int or None
+        ``num_tokens_per_expert`` on the host; None in capacity mode.
+    num_tokens : int64 scalar array
+        Delivered rows, without padding.
+    overflow : int64 scalar array
+        Rows (expert layout: picks) that capacity mode did not deliver; else 0.
+    handle : Handle
+        The routing, for ``combine`` and for further dispatches.
+    event : Event or None
+        With ``async_op``: its completion.
+    hook : callable or None
+        With ``return_recv_hook``: the receive half.
+    """
+
+    x: Any
+    scales: Any = None
+    topk_idx: Any = None
+    topk_weights: Any = None
+    num_tokens_per_expert: Any = None
+    expert_offsets: Any = None
+    counts: list[int] | None = None
+    num_tokens: Any = None
+    overflow: Any = None
+    handle: Any = None
+    event: Any = None
+    hook: Any = None
+
+
+@dataclass(repr=False, eq=False)
+class Combined(_Shown):
+    """Result of a combine.
+
+    Attributes
+    ----------
+    x : array [num_tokens, hidden]
+        Sums of the expert outputs, in the caller's token order; memory of the caller's framework.
+    topk_weights : float32 array [num_tokens, num_topk] or None
+        The carried scalars, 0 where ``topk_idx`` was -1 or the pick was not delivered.
+    event : Event or None
+        With ``async_op``: its completion.
+    hook : callable or None
+        With ``return_recv_hook``: the receive half.
+    """
+
+    x: Any
+    topk_weights: Any = None
+    event: Any = None
+    hook: Any = None
+
+
+class Event:
+    """Completion of a call made with ``async_op=True``.
+
+    Results may be read after :meth:`wait` or :meth:`synchronize`; the inputs belong to the call until then.
+    """
+
+    def __init__(self, pending: Any, deferred: Any = None) -> None:
+        self._pending = pending
+        self._deferred = deferred
+
+    def done(self) -> bool:
+        """Whether the call has ended, well or badly. Does not block."""
+        return self._pending.done()
+
+    def wait(self) -> None:
+        """Order the caller behind the call; on host memory this blocks like :meth:`synchronize`."""
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Block until the call has ended, at most its deadline per wait, and raise what it raised."""
+        self._pending.wait()
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            deferred()
+
+    def __repr__(self) -> str:
+        return f"Event(done={self.done()})"
