@@ -30,8 +30,9 @@ Status guarded(Body&& body) noexcept {
   try {
     return body();
   } catch (const std::bad_alloc&) {
-    Status status;  // no formatted text: there is no memory for it
+    Status status;
     status.code = Code::kOutOfMemory;
+    status.text = "no host memory";  // short enough to need none
     return status;
   } catch (const std::exception& caught) {
     return error(Code::kInternal, -1, "unexpected exception: %s", caught.what());

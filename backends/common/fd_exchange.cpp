@@ -143,7 +143,9 @@ class Run {
 
   Status no_sharing(int peer, const char* reason) const;
   Status refused(int peer) const;
-  Status ask(int peer);
+  Status ask(int peer, FdExchange::Peer* out);
+  Status gave_up(int peer, const Process& process) const;
+  Status ended(int peer, const Process& process) const;
   Status take(int peer, FdExchange::Peer* out);
   Status look(int peer, FdExchange::Peer* out);
   Status admit();
@@ -179,7 +181,25 @@ Status Run::refused(int peer) const {
   return no_sharing(peer, reason);
 }
 
-Status Run::ask(int peer) {
+Status Run::ended(int peer, const Process& process) const {
+  return error(Code::kPeerLost, peer, "rank %d's process (pid %d) ended while connecting", peer,
+               int(process.pid));
+}
+
+// The peer's end of a connection is closed although we need it. A process closes its files a
+// moment before it counts as ended: give it that moment.
+Status Run::gave_up(int peer, const Process& process) const {
+  for (int i = 0; i < 50; ++i) {
+    if (process_ended(process)) return ended(peer, process);
+    const timespec pause = to_timespec(kRetryEvery);
+    nanosleep(&pause, nullptr);
+  }
+  char reason[64];
+  std::snprintf(reason, sizeof reason, "rank %d gave up while connecting", peer);
+  return no_sharing(peer, reason);
+}
+
+Status Run::ask(int peer, FdExchange::Peer* out) {
   Link& link = links_[size_t(peer)];
   const PeerAddress& theirs = (*request_.addresses)[size_t(peer)];
   if (!link.socket) link.socket = open_socket();
@@ -192,13 +212,16 @@ Status Run::ask(int peer) {
     return system_error(peer, errno, "connecting a Unix socket");
   }
   if (!same_user(link.socket.get())) return no_sharing(peer, "they run as different users");
+  EPCOMM_RETURN_IF_ERROR(
+      peer_process(link.socket.get(), peer, request_.use_pidfd, &out->process));
   Hello hello{};
   std::memcpy(hello.magic, kMagic, sizeof kMagic);
   hello.rank = request_.rank;
   std::memcpy(hello.token, theirs.token.data(), theirs.token.size());
   if (send(link.socket.get(), &hello, sizeof hello, MSG_NOSIGNAL) != ssize_t(sizeof hello)) {
-    return errno == EPIPE || errno == ECONNRESET ? refused(peer)
-                                                 : system_error(peer, errno, "sending to a peer");
+    return errno == EPIPE || errno == ECONNRESET
+               ? gave_up(peer, out->process)
+               : system_error(peer, errno, "sending to a peer");
   }
   link.pull = Stage::kAsked;
   return {};
@@ -221,9 +244,7 @@ Status Run::take(int peer, FdExchange::Peer* out) {
       link.socket.reset();
       return {};
     }
-    char reason[64];
-    std::snprintf(reason, sizeof reason, "rank %d gave up while connecting", peer);
-    return no_sharing(peer, reason);
+    return gave_up(peer, out->process);
   }
   if (got < 0) return system_error(peer, int(-got), "receiving from a peer");
   if (link.pull != Stage::kAsked || got != ssize_t(sizeof reply) ||
@@ -237,8 +258,6 @@ Status Run::take(int peer, FdExchange::Peer* out) {
     return no_sharing(peer, "the peer gave another number of descriptors");
   }
   out->fds = std::move(fds);
-  EPCOMM_RETURN_IF_ERROR(
-      peer_process(link.socket.get(), peer, request_.use_pidfd, &out->process));
   link.pull = Stage::kDone;
   return {};
 }
@@ -246,11 +265,8 @@ Status Run::take(int peer, FdExchange::Peer* out) {
 // Everything about a peer that needs no event.
 Status Run::look(int peer, FdExchange::Peer* out) {
   Link& link = links_[size_t(peer)];
-  if (link.pull == Stage::kIdle) EPCOMM_RETURN_IF_ERROR(ask(peer));
-  if (!link.complete() && process_ended(out->process)) {
-    return error(Code::kPeerLost, peer, "rank %d's process (pid %d) ended while connecting", peer,
-                 int(out->process.pid));
-  }
+  if (link.pull == Stage::kIdle) EPCOMM_RETURN_IF_ERROR(ask(peer, out));
+  if (!link.complete() && process_ended(out->process)) return ended(peer, out->process);
   return {};
 }
 
@@ -302,7 +318,10 @@ Status Run::give(Visitor* visitor) {
   const int why = send_with_fds(visitor->socket.get(), reply, request_.fds);
   // Too many descriptors of this user are on their way: again when peers have taken theirs.
   if (why == ETOOMANYREFS || why == EAGAIN) return {};
-  if (why == EPIPE || why == ECONNRESET) return no_sharing(visitor->rank, "it gave up while connecting");
+  if (why == EPIPE || why == ECONNRESET) {
+    visitor->socket.reset();  // it failed; seen on the pull side, with its reason
+    return {};
+  }
   if (why != 0) return system_error(visitor->rank, why, "giving a descriptor to a peer");
   visitor->served = true;
   links_[size_t(visitor->rank)].served = true;
@@ -349,7 +368,7 @@ Status Run::operator()(std::vector<FdExchange::Peer>* out) {
       retry |= links_[peer].pull == Stage::kIdle;
     }
     for (Visitor& visitor : visitors_) {
-      if (visitor.rank < 0 || visitor.served) continue;
+      if (!visitor.socket || visitor.rank < 0 || visitor.served) continue;
       EPCOMM_RETURN_IF_ERROR(give(&visitor));
       retry |= !visitor.served;
     }

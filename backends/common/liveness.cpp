@@ -1,6 +1,5 @@
 #include "common/liveness.hpp"
 
-#include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
 
@@ -25,6 +24,7 @@ Status Liveness::start(std::vector<Process> processes, void (*notify)(void*), vo
   bool watched = false;
   for (const Process& process : processes_) watched |= process.pid != 0;
   if (!watched) return {};  // alone: no thread
+  entries_.reserve(processes_.size() + 1);
 
   stop_event_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!stop_event_) return system_error(-1, errno, "eventfd");
@@ -64,22 +64,23 @@ void* Liveness::run(void* self) noexcept {
 }
 
 void Liveness::watch() noexcept {
-  std::vector<pollfd> entries;
   while (true) {
-    entries.assign(1, {stop_event_.get(), POLLIN, 0});
+    entries_.assign(1, {stop_event_.get(), POLLIN, 0});
     bool polled = false;
     for (size_t rank = 0; rank < processes_.size(); ++rank) {
       const Process& process = processes_[rank];
       if (process.pid == 0 || died_ns(int(rank)) != 0) continue;
       if (process.pidfd) {
-        entries.push_back({process.pidfd.get(), POLLIN, 0});
+        entries_.push_back({process.pidfd.get(), POLLIN, 0});
       } else {
         polled = true;
       }
     }
-    const int ready = poll(entries.data(), nfds_t(entries.size()), polled ? kPollMs : -1);
-    if (entries[0].revents != 0) return;
-    if (ready == 0 && !polled) continue;
+    int ready = poll(entries_.data(), nfds_t(entries_.size()), polled ? kPollMs : -1);
+    if (ready < 0 && errno != EINTR) {  // more entries than a lowered `ulimit -n` allows
+      ready = poll(entries_.data(), 1, kPollMs);
+    }
+    if (ready > 0 && entries_[0].revents != 0) return;
     scan();
     if (any_dead() && notify_) notify_(notify_arg_);
   }
@@ -94,6 +95,7 @@ void Liveness::stop() noexcept {
   stop_event_.reset();
 }
 
+// The event is shared with the parent's thread: writing to it would end that one.
 void Liveness::forget() noexcept { running_ = false; }
 
 }  // namespace epcomm::common

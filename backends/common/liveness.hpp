@@ -1,6 +1,7 @@
 // One native thread that watches the processes of all peers. It never takes the GIL.
 #pragma once
 
+#include <poll.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -42,6 +43,7 @@ class Liveness {
   void note_death(size_t rank) noexcept;
 
   std::vector<Process> processes_;
+  std::vector<pollfd> entries_;  // of the thread
   std::unique_ptr<std::atomic<int64_t>[]> died_ns_;
   std::atomic<bool> any_dead_{false};
   void (*notify_)(void*) = nullptr;

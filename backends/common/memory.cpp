@@ -51,12 +51,16 @@ uint64_t machine_available() {
 
 // What a group leaves: limit - (used - file cache that can be dropped).
 uint64_t group_available(const std::string& folder, const char* limit_name, const char* used_name,
-                         const char* cache_key) {
+                         const char* prefix) {
   const uint64_t limit = number_after(read_file(folder + limit_name), "");
   const uint64_t used = number_after(read_file(folder + used_name), "");
   if (limit == kUnknown || used == kUnknown || limit > (uint64_t(1) << 60)) return kUnknown;
-  const uint64_t cache = number_after(read_file(folder + "memory.stat"), cache_key);
-  const uint64_t held = cache == kUnknown ? used : used - std::min(used, cache);
+  const std::string facts = read_file(folder + "memory.stat");
+  uint64_t held = used;
+  for (const char* kind : {"inactive_file ", "active_file "}) {
+    const uint64_t cache = number_after(facts, (prefix + std::string(kind)).c_str());
+    if (cache != kUnknown) held -= std::min(held, cache);
+  }
   return limit - std::min(limit, held);
 }
 
@@ -79,10 +83,9 @@ uint64_t groups_available() {
     const std::string root = v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
     for (std::string path = line.substr(second + 1);;) {
       const std::string folder = root + (path == "/" ? "" : path) + "/";
-      least = std::min(least, v2 ? group_available(folder, "memory.max", "memory.current",
-                                                   "inactive_file")
+      least = std::min(least, v2 ? group_available(folder, "memory.max", "memory.current", "")
                                  : group_available(folder, "memory.limit_in_bytes",
-                                                   "memory.usage_in_bytes", "total_inactive_file"));
+                                                   "memory.usage_in_bytes", "total_"));
       if (path.empty() || path == "/") break;
       path.resize(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
     }

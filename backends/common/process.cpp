@@ -46,7 +46,7 @@ bool process_ended(const Process& process) noexcept {
   if (process.pid == 0) return false;
   if (process.pidfd) {
     pollfd entry{process.pidfd.get(), POLLIN, 0};
-    return poll(&entry, 1, 0) == 1;
+    return poll(&entry, 1, 0) == 1 && (entry.revents & POLLIN) != 0;
   }
   return process_start_time(process.pid) != process.start_time;
 }

@@ -92,8 +92,14 @@ Status Segment::create(uint64_t heap_bytes, const std::string& folder, Segment* 
   // Files have no seals. A memfd's keep a peer from shrinking it under our feet.
   segment.sealed_ = fcntl(segment.fd_.get(), F_ADD_SEALS, kSeals | F_SEAL_SEAL) == 0;
   EPCOMM_RETURN_IF_ERROR(segment.map(-1));
-  // Faults now rather than in the first calls; a kernel before 5.14 faults later.
-  madvise(segment.base_, segment.mapped_bytes_, MADV_POPULATE_WRITE);
+  // Faults now rather than in the first calls; a kernel before 5.14 (EINVAL) faults later.
+  if (madvise(segment.base_, segment.mapped_bytes_, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
+    const int why = errno;
+    Status status = error(Code::kOutOfMemory, -1, "touching the heap's %" PRIu64 " bytes: %s",
+                          heap_bytes, errno_text(why).c_str());
+    status.sys_errno = why;
+    return status;
+  }
 
   Tail* tail = segment.tail();
   EPCOMM_RETURN_IF_ERROR(random_key(&tail->nonce));

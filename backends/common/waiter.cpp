@@ -56,9 +56,9 @@ WaitPolicy wait_policy(int num_ranks, int64_t spin_us) noexcept {
   if (spin_us >= 0) {
     policy.spin_ns = spin_us * kMicrosecond;
   } else if (num_cores > 1 && num_cores >= num_ranks) {
-    policy.spin_ns = 50 * kMicrosecond;
+    policy.spin_ns = 1 * kMicrosecond;
   }
-  policy.yield_ns = 50 * kMicrosecond;
+  policy.yield_ns = 100 * kMicrosecond;
   return policy;
 }
 
@@ -143,7 +143,7 @@ Status Waiter::wait(int peer, const std::byte* word, uint64_t value, const WaitS
 
   const int64_t spin_end = pending.start_ns + setup_.policy.spin_ns;
   while (setup_.policy.spin_ns > 0) {
-    for (int i = 0; i < 100; ++i) {
+    for (int i = 0; i < 20; ++i) {
       if (pending.ready()) return {};
       cpu_relax();
     }

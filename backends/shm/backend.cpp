@@ -72,6 +72,7 @@ class ShmBackend final : public Backend, public HostTransport {
   common::Waiter waiter_;
   int rank_ = -1;
   bool exported_ = false;
+  bool tried_ = false;
   bool connected_ = false;
   bool closed_ = false;
 };
@@ -128,9 +129,10 @@ Status ShmBackend::connect(int rank, const std::vector<std::string>& infos, uint
 Status ShmBackend::join(int rank, const std::vector<std::string>& infos, uint64_t state_word,
                         double timeout_s, int (*interrupted)(void*), void* interrupted_arg) {
   const int num_ranks = int(infos.size());
-  if (!exported_ || connected_ || closed_) {
+  if (!exported_ || tried_ || closed_) {
     return error(Code::kInvalidArgument, -1, "connect: once, after export_info");
   }
+  tried_ = true;
   if (rank < 0 || rank >= num_ranks) {
     return error(Code::kInvalidArgument, -1, "rank=%d: expected 0 to %d (%d infos)", rank,
                  num_ranks - 1, num_ranks);
@@ -216,6 +218,7 @@ Status ShmBackend::close() noexcept {
     for (Segment& peer : peers_) peer.forget();
     return {};
   }
+  waiter_.abort(error(Code::kPeerLost, rank_, "this rank closed its communicator"));
   exchange_.close();
   liveness_.stop();
   peers_.clear();
