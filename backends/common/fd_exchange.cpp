@@ -212,16 +212,14 @@ Status Run::ask(int peer, FdExchange::Peer* out) {
     return system_error(peer, errno, "connecting a Unix socket");
   }
   if (!same_user(link.socket.get())) return no_sharing(peer, "they run as different users");
-  EPCOMM_RETURN_IF_ERROR(
-      peer_process(link.socket.get(), peer, request_.use_pidfd, &out->process));
+  EPCOMM_RETURN_IF_ERROR(peer_process(link.socket.get(), peer, request_.use_pidfd, &out->process));
   Hello hello{};
   std::memcpy(hello.magic, kMagic, sizeof kMagic);
   hello.rank = request_.rank;
   std::memcpy(hello.token, theirs.token.data(), theirs.token.size());
   if (send(link.socket.get(), &hello, sizeof hello, MSG_NOSIGNAL) != ssize_t(sizeof hello)) {
-    return errno == EPIPE || errno == ECONNRESET
-               ? gave_up(peer, out->process)
-               : system_error(peer, errno, "sending to a peer");
+    return errno == EPIPE || errno == ECONNRESET ? gave_up(peer, out->process)
+                                                 : system_error(peer, errno, "sending to a peer");
   }
   link.pull = Stage::kAsked;
   return {};
@@ -344,7 +342,8 @@ Status Run::missing() const {
 }
 
 bool Run::finished() const {
-  return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.complete(); });
+  return std::all_of(links_.begin(), links_.end(),
+                     [](const Link& link) { return link.complete(); });
 }
 
 Status Run::operator()(std::vector<FdExchange::Peer>* out) {
@@ -381,12 +380,13 @@ Status Run::operator()(std::vector<FdExchange::Peer>* out) {
       }
       next_interrupt = now_ns() + kInterruptEvery;
     }
-    visitors_.erase(std::remove_if(visitors_.begin(), visitors_.end(),
-                                   [&](const Visitor& visitor) {
-                                     return !visitor.socket || (visitor.rank < 0 &&
-                                            now - visitor.since_ns > kHelloWithin);
-                                   }),
-                    visitors_.end());
+    visitors_.erase(
+        std::remove_if(visitors_.begin(), visitors_.end(),
+                       [&](const Visitor& visitor) {
+                         return !visitor.socket ||
+                                (visitor.rank < 0 && now - visitor.since_ns > kHelloWithin);
+                       }),
+        visitors_.end());
 
     std::vector<pollfd> entries{{listener_, POLLIN, 0}};
     std::vector<size_t> pulled;

@@ -20,7 +20,8 @@ std::string read_file(const std::string& path) {
   std::string text;
   char buffer[4096];
   ssize_t got;
-  while (file && (got = read(file.get(), buffer, sizeof buffer)) > 0) text.append(buffer, size_t(got));
+  while (file && (got = read(file.get(), buffer, sizeof buffer)) > 0)
+    text.append(buffer, size_t(got));
   return text;
 }
 

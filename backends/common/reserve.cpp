@@ -58,11 +58,12 @@ Space memory_space() {
 }
 
 Space folder_space(int fd, const std::string& folder) {
-  struct statvfs facts {};
+  struct statvfs facts{};
   const bool bounded = fstatvfs(fd, &facts) == 0 && facts.f_blocks != 0;  // tmpfs may have no size
-  return {bounded ? uint64_t(facts.f_bavail) * facts.f_frsize : UINT64_MAX, "in " + folder,
-          "enlarge that file system (a container: --shm-size), name another folder (EPCOMM_SHM_DIR, "
-          "shm_dir), or ask for a smaller heap"};
+  return {
+      bounded ? uint64_t(facts.f_bavail) * facts.f_frsize : UINT64_MAX, "in " + folder,
+      "enlarge that file system (a container: --shm-size), name another folder (EPCOMM_SHM_DIR, "
+      "shm_dir), or ask for a smaller heap"};
 }
 
 Space limit_space() {

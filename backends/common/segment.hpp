@@ -42,7 +42,9 @@ class Segment {
 
   std::byte* heap() const noexcept { return base_; }
   uint64_t heap_bytes() const noexcept { return heap_bytes_; }
-  Tail* tail() const noexcept { return reinterpret_cast<Tail*>(base_ + mapped_bytes_ - kTailBytes); }
+  Tail* tail() const noexcept {
+    return reinterpret_cast<Tail*>(base_ + mapped_bytes_ - kTailBytes);
+  }
   // Nobody can shrink it: its pages stay.
   bool sealed() const noexcept { return sealed_; }
 

@@ -136,7 +136,8 @@ void Waiter::abort(const Status& why) noexcept {
   if (setup_.bell) setup_.bell->ring_always();
 }
 
-Status Waiter::wait(int peer, const std::byte* word, uint64_t value, const WaitSpec& spec) noexcept {
+Status Waiter::wait(int peer, const std::byte* word, uint64_t value,
+                    const WaitSpec& spec) noexcept {
   if (aborted_.load(std::memory_order_acquire)) return aborted();
   if (load(word) >= value) return {};
   const Pending pending{peer, word, value, spec, now_ns()};
@@ -179,7 +180,9 @@ Status Waiter::wait(int peer, const std::byte* word, uint64_t value, const WaitS
     }
     const int64_t limit = std::min(sleep, deadline - now);
     if (setup_.bell) {
-      const auto awake = [&] { return pending.ready() || aborted_.load(std::memory_order_seq_cst); };
+      const auto awake = [&] {
+        return pending.ready() || aborted_.load(std::memory_order_seq_cst);
+      };
       setup_.bell->sleep_unless(awake, limit);
       sleep = std::min(sleep * 2, kLongestRungSleep);
     } else {

@@ -13,8 +13,8 @@
 
 namespace epcomm::common {
 
-// How eagerly to wait before sleeping. Spinning pays only if every rank can have a core; even then a
-// short spin is enough, since yielding an idle core costs well under a microsecond.
+// How eagerly to wait before sleeping. Spinning pays only if every rank can have a core; even then
+// a short spin is enough, since yielding an idle core costs well under a microsecond.
 struct WaitPolicy {
   int64_t spin_ns = 0;
   int64_t yield_ns = 0;

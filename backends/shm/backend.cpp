@@ -39,7 +39,8 @@ class ShmBackend final : public Backend, public HostTransport {
   Status alloc_heap(uint64_t size_bytes) noexcept override;
   Status export_info(std::string* out) noexcept override;
   Status connect(int rank, const std::vector<std::string>& infos, uint64_t state_word,
-                 double timeout_s, int (*interrupted)(void*), void* interrupted_arg) noexcept override;
+                 double timeout_s, int (*interrupted)(void*),
+                 void* interrupted_arg) noexcept override;
   HostTransport* host_transport() noexcept override { return connected_ ? this : nullptr; }
   Status close() noexcept override;
 
@@ -238,8 +239,8 @@ Status ShmBackend::check_use(int peer) const noexcept {
 Status ShmBackend::check_word(uint64_t word) const noexcept {
   if (word % 8 == 0 && own_.heap_bytes() >= 8 && word <= own_.heap_bytes() - 8) return {};
   return error(Code::kInvalidArgument, -1,
-               "word=%" PRIu64 ": expected a multiple of 8 inside the heap of %" PRIu64 " bytes", word,
-               own_.heap_bytes());
+               "word=%" PRIu64 ": expected a multiple of 8 inside the heap of %" PRIu64 " bytes",
+               word, own_.heap_bytes());
 }
 
 std::byte* ShmBackend::peer_ptr(int peer, uint64_t offset) noexcept {

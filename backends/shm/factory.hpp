@@ -10,9 +10,9 @@
 namespace epcomm::shm {
 
 struct Options {
-  std::string folder;    // EPCOMM_SHM_DIR; empty: memfd
-  int64_t spin_us = -1;  // before a waiter yields; < 0: from cores and ranks
-  bool use_pidfd = true; // false: watch peers as on a kernel without pidfds
+  std::string folder;     // EPCOMM_SHM_DIR; empty: memfd
+  int64_t spin_us = -1;   // before a waiter yields; < 0: from cores and ranks
+  bool use_pidfd = true;  // false: watch peers as on a kernel without pidfds
 };
 
 // Ok, or why this backend cannot run here. No side effects.
