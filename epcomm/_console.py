@@ -52,7 +52,8 @@ def print_table(
 def plain_table(
     title: str, columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[int], caption: str | None
 ) -> str:
-    """The same table in aligned plain text."""
+    """The same table in aligned plain text, a line for each row."""
+    columns, *cells = [[cell.replace("\n", ", ") for cell in row] for row in [columns, *cells]]
     widths = [max(len(row[i]) for row in [columns, *cells]) for i in range(len(columns))]
 
     def line(row: Sequence[str]) -> str:

@@ -30,6 +30,10 @@ OPTIONAL_PACKAGES = {
     "scikit-learn": ("scikit-learn",),
 }
 
+# Bits of epcomm::Caps in include/epcomm/backend.hpp, the lowest first.
+CAPABILITIES = ("host_put", "device_put", "peer_load_store", "intra_node", "inter_node", "host_memory",
+                "device_memory", "needs_progress", "graph_capture")
+
 SECRETS = {"EPCOMM_AUTHKEY"}  # never shown
 
 LIMITS = {
@@ -106,6 +110,11 @@ def _label(name: str) -> str:
     return name.removesuffix("_bytes").replace("_", " ").replace("dev shm", "/dev/shm")
 
 
+def capability_names(caps: int) -> list[str]:
+    """Words for the bits of ``epcomm::Caps``."""
+    return [name for bit, name in enumerate(CAPABILITIES) if caps >> bit & 1]
+
+
 def _backend(row: _registry.Backend) -> dict[str, Any]:
     """One backend: ``available`` with its capabilities, or why not."""
     told = {"name": row.name, "summary": row.summary, "state": "available", "capabilities": [], "reason": None}
@@ -115,7 +124,7 @@ def _backend(row: _registry.Backend) -> dict[str, Any]:
         return {**told, "state": "not built", "reason": str(error)}
     try:
         module.probe()
-        told["capabilities"] = list(module.capabilities())
+        told["capabilities"] = capability_names(module.Backend().caps)
     except EpcommError as error:
         return {**told, "state": "unavailable", "reason": str(error)}
     return told

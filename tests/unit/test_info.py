@@ -3,12 +3,13 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from epcomm import _console, _info, _registry, config
+from epcomm import _console, _info, _paths, _registry, config
 
 SECRET = "a-secret-that-nobody-may-see"
 
@@ -110,3 +111,11 @@ def test_plain_table_is_aligned():
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
 def test_human_bytes(count, text):
     assert _console.human_bytes(count) == text
+
+
+def test_capability_words_are_those_of_the_header():
+    text = (_paths.include_dir() / "epcomm" / "backend.hpp").read_text()
+    bits = {int(bit): re.sub("(?<!^)([A-Z])", r"_\1", name).lower()
+            for name, bit in re.findall(r"kCap(\w+) = 1u << (\d+)", text)}
+    assert dict(enumerate(_info.CAPABILITIES)) == bits
+    assert _info.capability_names(0b100001) == ["host_put", "host_memory"]
