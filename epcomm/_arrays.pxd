@@ -35,5 +35,3 @@ cpdef Array view(object obj, str name, object stream=*)
 cpdef object empty(object shape, str dtype, Array like, bint zero=*)
 cpdef object wrap(uintptr_t ptr, object shape, str dtype, Array like, object owner, bint readonly=*, object strides=*)
 cpdef object as_numpy(Array array)
-cpdef int itemsize_of(str dtype) except -1
-cpdef str canonical_dtype(object obj)

@@ -7,15 +7,17 @@ only exist once its module has been imported by somebody else.
 import operator
 import sys
 
-import ml_dtypes
 import numpy as np
 
-from epcomm.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedError
+from epcomm._dtypes import DLPACK_NAMES, DTYPES, NAMES, canonical_dtype, itemsize_of, name_of, numpy_dtype, of_buffer
+from epcomm.errors import InternalError, InvalidArgumentError, OutOfMemoryError, UnsupportedError
 
 from cpython.buffer cimport (PyBUF_RECORDS_RO, PyBuffer_FillInfo, PyBuffer_Release, PyObject_CheckBuffer,
                              PyObject_GetBuffer)
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.stdint cimport INT64_MAX, int64_t, uintptr_t
+
+from epcomm._dlpack cimport Consumed, DLTensor, device_of, export
 
 
 cdef extern from *:
@@ -29,30 +31,6 @@ cdef extern from *:
         void *data;
         PyObject *descr;
     } EpcommArrayInterface;
-
-    // dlpack.h, ABI 1.x. The unversioned managed tensor is what exporters gave before 1.0 and still may.
-    typedef struct { int32_t device_type, device_id; } EpcommDLDevice;
-    typedef struct { uint8_t code, bits; uint16_t lanes; } EpcommDLDataType;
-    typedef struct {
-        void *data;
-        EpcommDLDevice device;
-        int32_t ndim;
-        EpcommDLDataType dtype;
-        int64_t *shape, *strides;
-        uint64_t byte_offset;
-    } EpcommDLTensor;
-    typedef struct EpcommDLManaged {
-        EpcommDLTensor dl_tensor;
-        void *manager_ctx;
-        void (*deleter)(struct EpcommDLManaged *);
-    } EpcommDLManaged;
-    typedef struct EpcommDLVersioned {
-        uint32_t major, minor;
-        void *manager_ctx;
-        void (*deleter)(struct EpcommDLVersioned *);
-        uint64_t flags;
-        EpcommDLTensor dl_tensor;
-    } EpcommDLVersioned;
     """
     ctypedef struct ArrayInterface "EpcommArrayInterface":
         int two
@@ -63,78 +41,12 @@ cdef extern from *:
         Py_ssize_t* strides
         void* data
 
-    ctypedef struct DLDevice "EpcommDLDevice":
-        int32_t device_type
-        int32_t device_id
-
-    ctypedef struct DLDataType "EpcommDLDataType":
-        uint8_t code
-        uint8_t bits
-        uint16_t lanes
-
-    ctypedef struct DLTensor "EpcommDLTensor":
-        void* data
-        DLDevice device
-        int32_t ndim
-        DLDataType dtype
-        int64_t* shape
-        int64_t* strides
-        uint64_t byte_offset
-
-    ctypedef struct DLManaged "EpcommDLManaged":
-        DLTensor dl_tensor
-        void (*deleter)(DLManaged*) noexcept
-
-    ctypedef struct DLVersioned "EpcommDLVersioned":
-        uint32_t major
-        uint32_t minor
-        void (*deleter)(DLVersioned*) noexcept
-        uint64_t flags
-        DLTensor dl_tensor
-
 
 cdef enum:
-    WRITEABLE = 0x400    # NPY_ARRAY_WRITEABLE
-    DL_READ_ONLY = 1     # DLPACK_FLAG_BITMASK_READ_ONLY
-    DL_IS_COPIED = 2     # DLPACK_FLAG_BITMASK_IS_COPIED
+    WRITEABLE = 0x400  # NPY_ARRAY_WRITEABLE
 
-# These names must outlive the capsules that point to them, so they are C literals.
-cdef const char* LEGACY = "dltensor"
-cdef const char* LEGACY_USED = "used_dltensor"
-cdef const char* VERSIONED = "dltensor_versioned"
-cdef const char* VERSIONED_USED = "used_dltensor_versioned"
-
-_ML_NAMES = (
-    "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
-    "float8_e5m2fnuz", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn", "int4", "uint4", "int2",
-    "uint2",
-)
-_DTYPES = {}    # canonical name -> numpy dtype
-_NAMES = {}     # numpy dtype -> canonical name
-_TYPES = {}     # numpy scalar type -> canonical name
-for _dt in [np.dtype(_c) for _c in "?bBhHiIlLqQefdgFDG"] + [
-    np.dtype(getattr(ml_dtypes, _c)) for _c in _ML_NAMES if hasattr(ml_dtypes, _c)
-]:
-    _DTYPES.setdefault(_dt.name, _dt)
-    _NAMES.setdefault(_dt, _dt.name)
-    _TYPES[_dt.type] = _dt.name
-
-_DLPACK_NAMES = {
-    (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64",
-    (1, 8): "uint8", (1, 16): "uint16", (1, 32): "uint32", (1, 64): "uint64",
-    (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
-    (4, 16): "bfloat16", (5, 64): "complex64", (5, 128): "complex128", (6, 8): "bool",
-    (7, 8): "float8_e3m4", (8, 8): "float8_e4m3", (9, 8): "float8_e4m3b11fnuz", (10, 8): "float8_e4m3fn",
-    (11, 8): "float8_e4m3fnuz", (12, 8): "float8_e5m2", (13, 8): "float8_e5m2fnuz", (14, 8): "float8_e8m0fnu",
-}
-# kDLCPU, kDLCUDAHost and kDLROCMHost are host memory; kDLCUDA, kDLROCM and kDLCUDAManaged are GPU memory.
-_DLPACK_HOST = (1, 3, 11)
-_DLPACK_GPU = (2, 10, 13)
-
-_KIND_OF_CODE = {"?": "b", "e": "f", "f": "f", "d": "f", "g": "f", "c": "u", "b": "i", "B": "u", "h": "i", "H": "u",
-                 "i": "i", "I": "u", "l": "i", "L": "u", "q": "i", "Q": "u", "n": "i", "N": "u",
-                 "Zf": "c", "Zd": "c", "Zg": "c", "F": "c", "D": "c", "G": "c"}
-
+cdef dict _DTYPES = DTYPES
+cdef dict _NAMES = NAMES
 cdef object _ndarray = np.ndarray
 cdef object _index = operator.index
 
@@ -167,19 +79,6 @@ cdef class _Buffer:
     def __dealloc__(self):
         if self.taken:
             PyBuffer_Release(&self.raw)
-
-
-cdef class _DLPack:
-    """A consumed DLPack capsule: its deleter runs once, when the last array over it dies."""
-
-    cdef DLManaged* legacy
-    cdef DLVersioned* versioned
-
-    def __dealloc__(self):
-        if self.legacy != NULL and self.legacy.deleter != NULL:
-            self.legacy.deleter(self.legacy)
-        if self.versioned != NULL and self.versioned.deleter != NULL:
-            self.versioned.deleter(self.versioned)
 
 
 cdef class Array:
@@ -271,12 +170,18 @@ cdef tuple _shape(object shape):
 
 
 cdef int _set_shape(Array array, tuple shape, tuple strides) except -1:
-    """Shape and byte strides, and the size they give; one that does not fit 63 bits is an OverflowError."""
+    """Shape and byte strides as an exporter tells them; a ValueError if they are no array's."""
+    if len(strides) != len(shape):
+        raise ValueError(f"shape {shape} but strides {strides}")
     size = 1
-    for dim in shape:
+    reach = 0
+    for dim, step in zip(shape, strides):
+        if dim < 0:
+            raise ValueError(f"shape {shape} has a negative dimension")
         size *= dim
-    if size * array.itemsize > INT64_MAX:
-        raise OverflowError(f"shape {shape} of {array.itemsize}-byte elements is more than the address space")
+        reach += dim * abs(step)
+    if max(size * array.itemsize, reach) > INT64_MAX:
+        raise ValueError(f"shape {shape} and strides {strides} reach farther than any memory")
     array.shape = shape
     array.strides = strides
     array.ndim = <int>len(shape)
@@ -284,54 +189,12 @@ cdef int _set_shape(Array array, tuple shape, tuple strides) except -1:
     return 0
 
 
-# dtypes ---------------------------------------------------------------------------------------------------------------
-
-cdef str _dtype_name(object dt):
-    """Canonical name of a NumPy dtype; a TypeError says why an element is not plain bytes."""
-    name = _NAMES.get(dt)
-    if name is not None:
-        return <str>name
-    if dt.hasobject or dt.kind in "OT":
-        raise TypeError(f"dtype {dt} holds Python objects, not plain bytes")
-    if dt.fields is not None or dt.subdtype is not None:
-        return str(dt)
-    return dt.str
-
-
-cpdef str canonical_dtype(object obj):
-    """Canonical name of a dtype given as a name, a NumPy dtype or scalar type, an ml_dtypes type or a torch dtype.
-
-    Raises
-    ------
-    InvalidArgumentError
-        It is none of these, or its elements are not plain bytes; the text names it.
-    """
-    why = "expected a dtype: a name such as 'bfloat16', a NumPy or ml_dtypes type, or a torch dtype"
-    try:
-        if isinstance(obj, str):
-            return <str>obj if obj in _DTYPES else _dtype_name(np.dtype(obj))
-        if isinstance(obj, np.dtype):
-            return _dtype_name(obj)
-    except (TypeError, ValueError, SyntaxError) as error:
-        raise InvalidArgumentError(f"dtype={obj!r}: {error}; {why}") from None
-    if isinstance(obj, type) and obj in _TYPES:
-        return <str>_TYPES[obj]
-    if type(obj).__module__ == "torch" and type(obj).__name__ == "dtype":
-        name = str(obj)[6:]
-        if name in _DTYPES:
-            return name
-        why = "no NumPy or ml_dtypes type has this layout"
-    raise InvalidArgumentError(f"dtype={obj!r}: {why}")
-
-
-cdef object _numpy_dtype(str dtype):
-    found = _DTYPES.get(dtype)
-    return found if found is not None else np.dtype(dtype)
-
-
-cpdef int itemsize_of(str dtype) except -1:
-    """Bytes of one element of a canonical dtype."""
-    return <int>_numpy_dtype(canonical_dtype(dtype)).itemsize
+cdef int _set_ptr(Array array, uintptr_t ptr, uintptr_t offset=0) except -1:
+    """The address; only an array without elements may have none."""
+    if ptr == 0 and array.size != 0:
+        raise ValueError(f"shape {array.shape} with a null data pointer")
+    array.ptr = ptr + offset if ptr != 0 else 0
+    return 0
 
 
 # from the caller ------------------------------------------------------------------------------------------------------
@@ -386,10 +249,13 @@ cdef int _from_numpy(Array array, object obj, str name) except -1:
     # Not __array_interface__: a capsule costs a tenth of that dict.
     capsule = obj.__array_struct__
     raw = <ArrayInterface*>PyCapsule_GetPointer(capsule, NULL)
-    try:
-        array.dtype = _dtype_name(obj.dtype)
-    except TypeError as error:
-        raise _refuse(name, obj, str(error)) from None
+    dtype = _NAMES.get(obj.dtype)
+    if dtype is None:
+        try:
+            dtype = name_of(obj.dtype)
+        except TypeError as error:
+            raise _refuse(name, obj, str(error)) from None
+    array.dtype = dtype
     array.kind = "numpy"
     array.device = "cpu"
     array.ptr = <uintptr_t>raw.data
@@ -430,16 +296,13 @@ cdef int _from_torch(Array array, object tensor, str name, object torch) except 
             lazy = True
             tensor = tensor.detach().resolve_conj().resolve_neg()
             array._hold = tensor
-        array.itemsize = <int>_DTYPES[array.dtype].itemsize
-        array.ptr = tensor.data_ptr()
-        step = array.itemsize
+        array.itemsize = step = <int>_DTYPES[array.dtype].itemsize
         _set_shape(array, tuple(tensor.shape), tuple([step * <int64_t>stride for stride in tensor.stride()]))
+        _set_ptr(array, tensor.data_ptr())
     except InvalidArgumentError:
         raise
-    except (RuntimeError, TypeError, OverflowError) as error:  # fake, functional and wrapped tensors
+    except (RuntimeError, TypeError, ValueError) as error:  # fake, functional and wrapped tensors
         raise _refuse(name, tensor, f"no memory behind this tensor: {error}") from error
-    if array.size and not array.ptr:
-        raise _refuse(name, tensor, "no memory behind this tensor: its data pointer is null")
     array.kind = "torch"
     array.readonly = lazy
     return 0
@@ -447,12 +310,12 @@ cdef int _from_torch(Array array, object tensor, str name, object torch) except 
 
 cdef int _from_cupy(Array array, object obj) except -1:
     cdef object dt = obj.dtype
-    array.dtype = _dtype_name(dt)
+    array.dtype = name_of(dt)
     array.kind = "cupy"
     array.device = f"cuda:{_index(obj.device.id)}"
     array.itemsize = <int>dt.itemsize
-    array.ptr = obj.data.ptr
     _set_shape(array, tuple(obj.shape), tuple(obj.strides))
+    _set_ptr(array, obj.data.ptr)
     return 0
 
 
@@ -483,64 +346,25 @@ cdef int _from_protocols(Array array, object obj, str name, object stream) excep
 
 
 cdef int _from_dlpack(Array array, object obj, str name, object stream) except -1:
-    cdef _DLPack hold = _DLPack.__new__(_DLPack)
-    cdef DLTensor* tensor
-    cdef uint64_t flags = 0
-    cdef dict arguments = {}
-    query = getattr(obj, "__dlpack_device__", None)
-    if query is not None:
-        device = int(query()[0])
-        if device not in _DLPACK_HOST and device not in _DLPACK_GPU:
-            raise _refuse(name, obj, f"DLPack device type {device}: expected host (1, 3, 11) or GPU (2, 10, 13) memory")
-        if stream is not None and device in _DLPACK_GPU:
-            arguments["stream"] = stream or 1  # 0 is ambiguous and forbidden; 1 is the legacy default stream
-    try:
-        capsule = obj.__dlpack__(max_version=(1, 1), **arguments)
-    except TypeError:  # an exporter from before 1.0 does not know the keyword
-        capsule = obj.__dlpack__(**arguments)
-    # From here on the tensor is ours and `hold` deletes it, whatever happens below.
-    if PyCapsule_IsValid(capsule, VERSIONED):
-        hold.versioned = <DLVersioned*>PyCapsule_GetPointer(capsule, VERSIONED)
-        PyCapsule_SetName(capsule, VERSIONED_USED)
-        if hold.versioned.major != 1:
-            raise _refuse(name, obj, f"DLPack version {hold.versioned.major}.{hold.versioned.minor}: expected 1.x")
-        flags = hold.versioned.flags
-        tensor = &hold.versioned.dl_tensor
-    elif PyCapsule_IsValid(capsule, LEGACY):
-        hold.legacy = <DLManaged*>PyCapsule_GetPointer(capsule, LEGACY)
-        PyCapsule_SetName(capsule, LEGACY_USED)
-        tensor = &hold.legacy.dl_tensor
-    else:
-        raise _refuse(name, obj, f"__dlpack__ gave {capsule!r}: expected a fresh capsule named {LEGACY.decode()} or "
-                      f"{VERSIONED.decode()}")
-    array._hold = hold
+    cdef Consumed taken = export(obj, stream)
+    cdef DLTensor* tensor = taken.tensor
+    array._hold = taken
     array.kind = "dlpack"
-    if tensor.device.device_type in _DLPACK_HOST:
-        array.device = "cpu"
-    elif tensor.device.device_type in _DLPACK_GPU:
-        array.device = f"cuda:{tensor.device.device_id}"
-    else:
-        raise _refuse(name, obj, f"DLPack device type {tensor.device.device_type}: expected host (1, 3, 11) or GPU "
-                      "(2, 10, 13) memory")
-    dtype = _DLPACK_NAMES.get((tensor.dtype.code, tensor.dtype.bits))
-    if dtype is None or tensor.dtype.lanes != 1 or dtype not in _DTYPES:
+    array.device = device_of(tensor.device.device_type, tensor.device.device_id)
+    array.readonly = taken.readonly()
+    dtype = DLPACK_NAMES.get((tensor.dtype.code, tensor.dtype.bits))
+    if dtype not in _DTYPES or tensor.dtype.lanes != 1:
         raise _refuse(name, obj, f"DLPack dtype code {tensor.dtype.code}, {tensor.dtype.bits} bits, "
                       f"{tensor.dtype.lanes} lanes: expected whole-byte numbers of one lane")
     array.dtype = dtype
     array.itemsize = tensor.dtype.bits // 8
-    array.readonly = (flags & (DL_READ_ONLY | DL_IS_COPIED)) != 0
     shape = tuple([tensor.shape[i] for i in range(tensor.ndim)])
-    for dim in shape:
-        if dim < 0:
-            raise _refuse(name, obj, f"DLPack shape {shape} has a negative dimension")
     if tensor.strides == NULL:
         strides = _c_strides(shape, array.itemsize)
     else:
         strides = tuple([array.itemsize * <object>tensor.strides[i] for i in range(tensor.ndim)])
     _set_shape(array, shape, strides)
-    if tensor.data == NULL and array.size:
-        raise _refuse(name, obj, f"DLPack shape {shape} with a null data pointer")
-    array.ptr = <uintptr_t>tensor.data + tensor.byte_offset if tensor.data != NULL else 0
+    _set_ptr(array, <uintptr_t>tensor.data, tensor.byte_offset)
     return 0
 
 
@@ -555,24 +379,20 @@ cdef int _from_cuda_interface(Array array, object obj, str name) except -1:
     if dt.kind == "V":
         # bfloat16 and fp8 have no code of their own here; the object's own dtype tells.
         inner = getattr(obj, "dtype", None)
-        array.dtype = canonical_dtype(inner) if inner is not None else _dtype_name(dt)
+        array.dtype = canonical_dtype(inner) if inner is not None else name_of(dt)
         if itemsize_of(array.dtype) != dt.itemsize:
             raise _refuse(name, obj, f"typestr {face['typestr']!r} and dtype {inner} differ in size")
     else:
-        array.dtype = _dtype_name(dt)
+        array.dtype = name_of(dt)
     array.itemsize = <int>dt.itemsize
     ptr, readonly = face["data"]
-    array.ptr = ptr or 0
     array.readonly = bool(readonly)
-    shape = _shape(tuple(face["shape"]))
-    strides = face.get("strides")
-    strides = _c_strides(shape, array.itemsize) if strides is None else tuple([_index(step) for step in strides])
-    if len(strides) != len(shape):
-        raise _refuse(name, obj, f"__cuda_array_interface__ has shape {shape} but strides {strides}")
-    _set_shape(array, shape, strides)
     array.stream = face.get("stream")
-    if array.size and not array.ptr:
-        raise _refuse(name, obj, f"__cuda_array_interface__ has shape {shape} and a null data pointer")
+    shape = tuple([_index(dim) for dim in face["shape"]])
+    strides = face.get("strides")
+    _set_shape(array, shape, _c_strides(shape, array.itemsize) if strides is None
+               else tuple([_index(step) for step in strides]))
+    _set_ptr(array, ptr or 0)
     return 0
 
 
@@ -600,36 +420,22 @@ cdef int _from_buffer(Array array, object obj, str name) except -1:
     array.readonly = hold.raw.readonly
     array.itemsize = <int>hold.raw.itemsize
     text = hold.raw.format.decode("utf-8", "replace") if hold.raw.format != NULL else "B"
-    array.dtype = _buffer_dtype(obj, text, array.itemsize)
-    if array.dtype is None:
+    dtype = of_buffer(obj, text, array.itemsize)
+    if dtype is None:
         raise _refuse(name, obj, f"buffer format {text!r} of {array.itemsize}-byte elements is not plain bytes")
+    array.dtype = dtype
+    # Strides and shape may be left out by an exporter for C order and for one dimension.
     if hold.raw.shape != NULL:
         shape = tuple([hold.raw.shape[i] for i in range(hold.raw.ndim)])
     else:
-        shape = (hold.raw.len // hold.raw.itemsize,)
+        shape = (hold.raw.len // max(1, hold.raw.itemsize),) if hold.raw.ndim else ()
     if hold.raw.strides != NULL and hold.raw.shape != NULL:
         strides = tuple([hold.raw.strides[i] for i in range(hold.raw.ndim)])
     else:
         strides = _c_strides(shape, array.itemsize)
     _set_shape(array, shape, strides)
+    _set_ptr(array, <uintptr_t>hold.raw.buf)
     return 0
-
-
-cdef str _buffer_dtype(object obj, str text, int itemsize):
-    """Canonical dtype of a buffer's format; None when its elements are not plain bytes."""
-    cdef str order = ""
-    if text and text[0] in "@=<>!^":
-        order = text[0]
-        text = text[1:]
-    kind = _KIND_OF_CODE.get(text)
-    try:
-        if kind is None:
-            return _dtype_name(np.asarray(memoryview(obj)).dtype)
-        # The code gives the kind, the exporter's itemsize the width: 'l' is 4 or 8 bytes by prefix and platform.
-        order = ">" if order in (">", "!") else "<" if order == "<" else "="
-        return _dtype_name(np.dtype(f"{order}{kind}{itemsize}"))
-    except (TypeError, ValueError, RuntimeError):
-        return None
 
 
 # to the caller --------------------------------------------------------------------------------------------------------
@@ -656,11 +462,13 @@ cpdef object empty(object shape, str dtype, Array like, bint zero=False):
             cupy = sys.modules["cupy"]
             make = cupy.zeros if zero else cupy.empty
             with cupy.cuda.Device(int(like.device[5:])):
-                return make(dims, dtype=_cupy_dtype(cupy, dtype))
-        return (np.zeros if zero else np.empty)(dims, dtype=_numpy_dtype(dtype))
-    except (MemoryError, RuntimeError, ValueError) as error:
-        if isinstance(error, UnsupportedError) or not _is_about_memory(error):
-            raise
+                return make(dims, dtype=numpy_dtype(dtype))
+        return (np.zeros if zero else np.empty)(dims, dtype=numpy_dtype(dtype))
+    except UnsupportedError:
+        raise
+    except (MemoryError, RuntimeError, ValueError, TypeError, OverflowError) as error:
+        if not _is_about_memory(error):
+            raise UnsupportedError(f"{framework} cannot make an array of {dtype}: {error}") from error
         nbytes = itemsize_of(dtype)
         for dim in dims:
             nbytes *= dim
@@ -690,7 +498,7 @@ cpdef object wrap(uintptr_t ptr, object shape, str dtype, Array like, object own
     """
     dims = _shape(shape)
     dtype = canonical_dtype(dtype)
-    dt = _numpy_dtype(dtype)
+    dt = numpy_dtype(dtype)
     steps = _c_strides(dims, dt.itemsize) if strides is None else tuple([_index(step) for step in strides])
     if len(steps) != len(dims) or (steps and min(steps) < 0):
         raise InvalidArgumentError(f"strides={strides!r}: expected {len(dims)} of them, none negative")
@@ -703,8 +511,11 @@ cpdef object wrap(uintptr_t ptr, object shape, str dtype, Array like, object own
     if framework == "cupy":
         cupy = sys.modules["cupy"]
         memory = cupy.cuda.UnownedMemory(ptr, nbytes, owner, int(like.device[5:]))
-        return cupy.ndarray(dims, dtype=_cupy_dtype(cupy, dtype), memptr=cupy.cuda.MemoryPointer(memory, 0),
-                            strides=steps)
+        pointer = cupy.cuda.MemoryPointer(memory, 0)
+        try:
+            return cupy.ndarray(dims, dtype=dt, memptr=pointer, strides=steps)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(f"cupy cannot make an array of {dtype}: {error}") from error
     return _ndarray(dims, dt, Memory(ptr, nbytes, owner, readonly), 0, steps)
 
 
@@ -724,13 +535,13 @@ cpdef object as_numpy(Array array):
     if array.size == 0:
         low = high = 0
     memory = Memory(array.ptr + low, high - low, array, array.readonly)
-    return _ndarray(array.shape, _numpy_dtype(array.dtype), memory, -low, array.strides)
+    return _ndarray(array.shape, numpy_dtype(array.dtype), memory, -low, array.strides)
 
 
 cdef bint _is_about_memory(object error):
-    """Whether NumPy or torch said that there is not so much memory."""
-    text = str(error)
-    for word in ("memory", "too big", "overflow", "exceeded"):
+    """Whether a framework said that there is not so much memory."""
+    text = str(error).lower()
+    for word in ("memory", "too big", "too large", "overflow", "exceeded"):
         if word in text:
             return True
     return isinstance(error, MemoryError)
@@ -756,16 +567,6 @@ cdef object _torch_dtype(object torch, str dtype):
     return found
 
 
-cdef object _cupy_dtype(object cupy, str dtype):
-    dt = _numpy_dtype(dtype)
-    if dt.kind == "V":
-        try:
-            cupy.dtype(dt)
-        except Exception as error:
-            raise UnsupportedError(f"CuPy {cupy.__version__} has no dtype {dtype}: {error}") from error
-    return dt
-
-
 class _CudaFace:
     """GPU memory as torch takes it: numbers of the same width, since the interface has no bfloat16 and no fp8."""
 
@@ -786,11 +587,14 @@ cdef object _wrap_torch(uintptr_t ptr, tuple dims, str dtype, object dt, tuple s
     cdef Py_ssize_t itemsize = dt.itemsize
     for step in steps:
         if step % itemsize:
-            raise UnsupportedError(f"torch has no strides {steps} of {itemsize}-byte elements: not a whole number of them")
+            raise UnsupportedError(f"torch has no strides {steps} of {itemsize}-byte elements: expected whole elements")
     if like.device != "cpu":
         # An empty array has no memory to look up, so the device is told.
         face = _CudaFace(ptr if nbytes else 0, dims, itemsize, None if not nbytes else steps, owner)
-        return torch.as_tensor(face, device=like.device).view(torch_dtype)
+        tensor = torch.as_tensor(face, device=like.device)
+        if nbytes and tensor.data_ptr() != ptr:
+            raise InternalError(f"torch copied memory at {ptr:#x} instead of wrapping it: it is not on {like.device}")
+        return tensor.view(torch_dtype)
     if nbytes == 0:
         # frombuffer refuses zero bytes; one element of padding carries the owner.
         pad = Memory(0, 0, owner)
