@@ -34,7 +34,7 @@ OPTIONAL_PACKAGES = {
 CAPABILITIES = ("host_put", "device_put", "peer_load_store", "intra_node", "inter_node", "host_memory",
                 "device_memory", "needs_progress", "graph_capture")
 
-SECRETS = {"EPCOMM_AUTHKEY"}  # never shown
+SECRETS = {variable.name for variable in config.VARIABLES if variable.secret}  # never shown
 
 LIMITS = {
     "payload": "any dtype of 1, 2 or 4 bytes whose row fits ceil16(hidden * itemsize) of the communicator's dtype",

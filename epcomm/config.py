@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from epcomm.errors import InvalidArgumentError
 
+MAX_RANKS = 65536
+
 
 def seconds(name: str, value: Any) -> float:
     """A positive, finite number of seconds, at most ten days."""
@@ -56,24 +58,45 @@ class Variable(NamedTuple):
     parse: Callable[[str, Any], Any]
     default: Any
     help: str
+    secret: bool = False
 
 
 VARIABLES = (
     Variable("EPCOMM_BACKEND", _text, None, "backend to use: a name, an ordered list `a,b`, or `^name` to exclude"),
     Variable("EPCOMM_TIMEOUT_S", seconds, 300.0, "deadline of each wait, in seconds"),
     Variable("EPCOMM_PORT", _integer(1, 65535), None, "port of the rendezvous; default `MASTER_PORT`"),
-    Variable("EPCOMM_AUTHKEY", _text, None, "secret that joins the ranks of one job (HMAC-SHA256)"),
+    Variable("EPCOMM_AUTHKEY", _text, None, "secret that joins the ranks of one job (HMAC-SHA256)", secret=True),
     Variable("EPCOMM_NODE_ID", _text, None, "splits the ranks of one host into nodes; never joins hosts"),
     Variable("EPCOMM_NUM_THREADS", _integer(1, 256), None, "host threads per rank; default cores / local ranks"),
     Variable("EPCOMM_HOST_ISA", _choice("avx512", "avx2", "plain"), None, "instruction set of the host loops"),
     Variable("EPCOMM_SHM_DIR", _text, None, "folder for shared segments where memfd is not wanted, such as /dev/shm"),
     Variable("EPCOMM_LOG", _choice("debug", "info", "warning", "error"), "warning", "level of the `epcomm` logger"),
 )
-_BY_NAME = {variable.name: variable for variable in VARIABLES}
+# Set by launchers, not by users: they say which rank this is and where rank 0 can be met.
+LAUNCHER_VARIABLES = (
+    Variable("RANK", _integer(0, MAX_RANKS - 1), None, "this rank (torchrun and its like)"),
+    Variable("WORLD_SIZE", _integer(1, MAX_RANKS), None, "number of ranks (torchrun and its like)"),
+    Variable("LOCAL_RANK", _integer(0, MAX_RANKS - 1), None, "this rank among those of its host"),
+    Variable("LOCAL_WORLD_SIZE", _integer(1, MAX_RANKS), None, "number of ranks of this host"),
+    Variable("OMPI_COMM_WORLD_RANK", _integer(0, MAX_RANKS - 1), None, "this rank (Open MPI)"),
+    Variable("OMPI_COMM_WORLD_SIZE", _integer(1, MAX_RANKS), None, "number of ranks (Open MPI)"),
+    Variable("PMI_RANK", _integer(0, MAX_RANKS - 1), None, "this rank (MPICH, Intel MPI)"),
+    Variable("PMI_SIZE", _integer(1, MAX_RANKS), None, "number of ranks (MPICH, Intel MPI)"),
+    Variable("PMIX_RANK", _integer(0, MAX_RANKS - 1), None, "this rank (PMIx; the size comes from MPI)"),
+    Variable("SLURM_PROCID", _integer(0, MAX_RANKS - 1), None, "this rank (srun)"),
+    Variable("SLURM_NTASKS", _integer(1, MAX_RANKS), None, "number of ranks (srun)"),
+    Variable("SLURM_STEP_ID", _text, None, "set by srun only, not by salloc or sbatch"),
+    Variable("MASTER_ADDR", _text, None, "host of rank 0; default 127.0.0.1"),
+    Variable("MASTER_PORT", _integer(1, 65535), None, "port of rank 0"),
+    Variable("TORCHELASTIC_USE_AGENT_STORE", _text, None, "`True` under torchrun: its store can be used"),
+    Variable("TORCHELASTIC_RUN_ID", _text, "", "id of the torchrun job"),
+    Variable("TORCHELASTIC_RESTART_COUNT", _text, "0", "restarts of the torchrun workers so far"),
+)
+_BY_NAME = {variable.name: variable for variable in VARIABLES + LAUNCHER_VARIABLES}
 
 
 def get(name: str, environ: Mapping[str, str] | None = None) -> Any:
-    """Value of a variable of :data:`VARIABLES`; unset or empty means its default.
+    """Value of a variable of either table; unset or empty means its default.
 
     Raises
     ------
@@ -86,5 +109,9 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> Any:
 
 
 def in_effect(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """All variables with the values in effect now, in table order."""
-    return {variable.name: get(variable.name, environ) for variable in VARIABLES}
+    """All variables with the values in effect now, in table order; of a secret only that it is set."""
+    values = {variable.name: get(variable.name, environ) for variable in VARIABLES}
+    return {
+        variable.name: "(set)" if variable.secret and values[variable.name] is not None else values[variable.name]
+        for variable in VARIABLES
+    }

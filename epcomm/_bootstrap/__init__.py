@@ -1,0 +1,1 @@
+"""Parts of :mod:`epcomm.bootstrap`: how ranks meet and exchange bytes before any backend exists."""
