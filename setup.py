@@ -40,11 +40,11 @@ def missing_header(headers):
     return None
 
 
-def extension(module, folders, libraries=()):
-    """The extension of `epcomm/<module>.pyx` with every .cpp of `folders`."""
+def extension(module, patterns, libraries=()):
+    """The extension of `epcomm/<module>.pyx` with the files of `backends/` that match a pattern."""
     sources = [f"epcomm/{module}.pyx"]
-    for folder in folders:
-        sources += sorted(glob.glob(f"backends/{folder}/*.cpp"))
+    for pattern in patterns:
+        sources += sorted(glob.glob(f"backends/{pattern}"))
     return Extension(
         f"epcomm.{module}",
         sources,
@@ -78,16 +78,16 @@ def backend_extensions():
             print(f"{reason}: skipped")
             continue
         print(f"epcomm: backend {backend.name}: built")
-        built.append(extension(f"_{backend.name}", [backend.name, "common"], backend.libraries))
+        built.append(extension(f"_{backend.name}", [f"{backend.name}/*.cpp", "common/*.cpp"], backend.libraries))
     return built
 
 
 def faces():
     """Extensions that are not backends: the user's face and the engines."""
-    folders = {"_host": ["host"]}
+    patterns = {"_host": ["host/*.cpp"], "_rows": ["host/rows*.cpp", "host/layout.cpp"]}
     backends = {f"_{backend.name}" for backend in REGISTRY}
     modules = sorted(os.path.basename(path)[:-4] for path in glob.glob("epcomm/*.pyx"))
-    return [extension(module, folders.get(module, [])) for module in modules if module not in backends]
+    return [extension(module, patterns.get(module, [])) for module in modules if module not in backends]
 
 
 strict = os.environ.get("EPCOMM_BUILD_STRICT") == "1"

@@ -13,6 +13,7 @@ from epcomm.errors import (
     SystemCallError,
     UnsupportedError,
 )
+from epcomm.ops import Layout, Permuted, Quantized, dequantize, layout, permute, quantize, unpermute
 
 __all__ = [
     "BackendUnavailableError",
@@ -21,9 +22,17 @@ __all__ = [
     "EpcommError",
     "InternalError",
     "InvalidArgumentError",
+    "Layout",
     "OutOfMemoryError",
     "PeerLostError",
+    "Permuted",
+    "Quantized",
     "SystemCallError",
     "UnsupportedError",
     "__version__",
+    "dequantize",
+    "layout",
+    "permute",
+    "quantize",
+    "unpermute",
 ]

@@ -46,4 +46,7 @@ const RowOps* row_ops(const char* isa) noexcept;
 // Gather n items that lie stride_bytes apart (any sign, zero, odd) to adjacent places.
 void copy_strided(void* dst, const void* src, int64_t n, int64_t stride_bytes, int itemsize);
 
+// The way back from quantize: each code times its group's scale in float32, then rounded to `type`.
+void dequantize(RowType type, void* out, const uint8_t* codes, const float* scales, size_t n);
+
 }  // namespace epcomm::host
