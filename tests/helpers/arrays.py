@@ -4,6 +4,7 @@ A *kind* is a library or protocol through which an array reaches epcomm; a *form
 """
 
 import ctypes
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -97,9 +98,8 @@ def to_numpy(thing):
     """Any output as a NumPy array over the same memory."""
     if thing is None or isinstance(thing, np.ndarray):
         return thing
-    import torch
-
-    if isinstance(thing, torch.Tensor):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.Tensor):
         thing = thing.detach()
         for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
             if thing.dtype == getattr(torch, name):

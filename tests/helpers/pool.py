@@ -9,7 +9,6 @@ No test framework and no array library is imported here: every rank starts with 
 
 import contextlib
 import faulthandler
-import gc
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
@@ -135,7 +134,6 @@ class RankContext:
         """Close what the case left open, in order of creation (the same on all ranks)."""
         while self._open:
             self._open.pop(0).close()
-        gc.collect()
 
 
 def _load(module, path, qualname):
