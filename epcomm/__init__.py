@@ -1,6 +1,8 @@
 """Mixture-of-Experts dispatch and combine with a choice of control paths."""
 
+from epcomm._results import Combined, Dispatched, Event
 from epcomm._version import __version__
+from epcomm.communicator import Communicator, Handle
 from epcomm.errors import (
     BackendUnavailableError,
     CommTimeoutError,
@@ -17,9 +19,14 @@ from epcomm.ops import Layout, Permuted, Quantized, dequantize, layout, permute,
 
 __all__ = [
     "BackendUnavailableError",
+    "Combined",
     "CommTimeoutError",
+    "Communicator",
     "CudaError",
+    "Dispatched",
     "EpcommError",
+    "Event",
+    "Handle",
     "InternalError",
     "InvalidArgumentError",
     "Layout",
