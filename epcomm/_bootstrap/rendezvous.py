@@ -46,7 +46,7 @@ _log = logging.getLogger("epcomm.bootstrap")
 HANDSHAKE_S = 10.0  # a client that stalls longer is dropped and may come back
 FAREWELL_S = 0.5  # for last words to be read
 GRACE_S = 0.25  # for rank 0, which knows more, to tell why a shared deadline passed
-TELL_LATE_S = 1.0  # how long rank 0 still tells ranks that come late that a peer was lost
+TELL_LATE_S = 0.5  # how long rank 0 still tells ranks that come late that a peer was lost
 _MAX_STRANGERS = 64  # handshakes at once, beyond one per rank
 
 

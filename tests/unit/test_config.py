@@ -1,0 +1,66 @@
+"""Environment variables: each value is checked where it is read, and errors name variable, value and range."""
+
+import math
+
+import pytest
+
+from epcomm import InvalidArgumentError, config
+
+
+def test_unset_and_empty_mean_the_default():
+    for variable in config.VARIABLES + config.LAUNCHER_VARIABLES:
+        assert config.get(variable.name, {}) == variable.default
+        assert config.get(variable.name, {variable.name: "  "}) == variable.default
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "abc", "nan", "inf", "1e12", "864001"])
+def test_timeouts_out_of_range_are_refused(text):
+    with pytest.raises(InvalidArgumentError) as caught:
+        config.get("EPCOMM_TIMEOUT_S", {"EPCOMM_TIMEOUT_S": text})
+    message = str(caught.value)
+    assert "EPCOMM_TIMEOUT_S" in message and repr(text) in message and "864000" in message
+
+
+@pytest.mark.parametrize("value", [0, -1, "abc", None, math.nan, math.inf, 1e12])
+def test_timeouts_given_as_arguments_are_checked_alike(value):
+    with pytest.raises(InvalidArgumentError, match="timeout_s"):
+        config.seconds("timeout_s", value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("0.5", 0.5), (" 7 ", 7.0), ("864000", 864000.0)])
+def test_timeouts_in_range(text, value):
+    assert config.get("EPCOMM_TIMEOUT_S", {"EPCOMM_TIMEOUT_S": text}) == value
+
+
+@pytest.mark.parametrize("text", ["0", "65536", "-1", "1.5", "0x10", "http"])
+def test_ports_out_of_range_are_refused(text):
+    with pytest.raises(InvalidArgumentError) as caught:
+        config.get("EPCOMM_PORT", {"EPCOMM_PORT": text})
+    assert repr(text) in str(caught.value) and "from 1 to 65535" in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("EPCOMM_HOST_ISA", "sse"), ("EPCOMM_LOG", "loud"), ("EPCOMM_LOG", "INFO")])
+def test_unknown_choices_are_refused_with_the_list(name, text):
+    with pytest.raises(InvalidArgumentError) as caught:
+        config.get(name, {name: text})
+    assert name in str(caught.value) and repr(text) in str(caught.value) and "expected one of" in str(caught.value)
+
+
+def test_in_effect_has_every_row_in_order_and_no_secret():
+    values = config.in_effect({"EPCOMM_AUTHKEY": "hush", "EPCOMM_PORT": "29500"})
+    assert list(values) == [variable.name for variable in config.VARIABLES]
+    assert values["EPCOMM_PORT"] == 29500
+    assert values["EPCOMM_AUTHKEY"] == "(set)" and "hush" not in repr(values)
+    assert config.in_effect({})["EPCOMM_AUTHKEY"] is None
+
+
+def test_in_effect_raises_for_a_bad_value():
+    with pytest.raises(InvalidArgumentError, match="EPCOMM_NUM_THREADS='0'"):
+        config.in_effect({"EPCOMM_NUM_THREADS": "0"})
+
+
+def test_names_are_unique_and_each_row_has_help():
+    rows = config.VARIABLES + config.LAUNCHER_VARIABLES
+    assert len({row.name for row in rows}) == len(rows)
+    assert all(row.help for row in rows)
+    assert all(row.name.startswith("EPCOMM_") for row in config.VARIABLES)
