@@ -64,6 +64,17 @@ cdef extern from "epcomm/backend.hpp" namespace "epcomm" nogil:
         Status close()
 
 
+cdef extern from "Python.h":
+    # Not cpython.exc's: that one raises at once (and is lost in a callback); here the exception stays pending.
+    int signals_pending "PyErr_CheckSignals"() noexcept
+
+
+cdef inline int check_signals(void* unused) noexcept nogil:
+    """``WaitSpec.interrupted`` of a Python thread: non-zero once Ctrl-C has raised; check() lets it rise."""
+    with gil:
+        return signals_pending()
+
+
 cdef inline int check(const Status& status) except -1 nogil:
     """Free on success; on failure take the GIL and raise the typed exception."""
     if status.code == Code.kOk:

@@ -9,7 +9,7 @@ from libcpp.string cimport string
 from libcpp.vector cimport vector
 from posix.unistd cimport getpid, pid_t
 
-from epcomm._cpp cimport Backend, Code, HostTransport, Status, check
+from epcomm._cpp cimport Backend, Code, HostTransport, Status, check, check_signals
 
 
 cdef extern from "epcomm/backend.hpp" namespace "epcomm" nogil:
@@ -214,14 +214,9 @@ LAYOUTS = {"rank": 0, "expert": 1}
 ROW_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
-cdef int _check_signals(void* unused) noexcept with gil:
-    # Ctrl-C: the exception stays pending on this thread and check() lets it rise.
-    return PyErr_CheckSignals()
-
-
 cdef CallContext _context(int max_threads):
     cdef CallContext context
-    context.interrupted = _check_signals
+    context.interrupted = check_signals
     context.interrupted_arg = NULL
     context.max_threads = max_threads
     return context

@@ -1,7 +1,6 @@
 # cython: language_level=3
 """Backend ``shm``: memory of one host, shared by its ranks and driven by host threads."""
 
-from cpython.exc cimport PyErr_CheckSignals
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libcpp cimport bool as cbool
@@ -11,7 +10,7 @@ from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
 from epcomm cimport _cpp
-from epcomm._cpp cimport check
+from epcomm._cpp cimport check, check_signals
 
 from epcomm import config
 from epcomm.errors import InvalidArgumentError, OutOfMemoryError
@@ -25,12 +24,6 @@ cdef extern from "shm/factory.hpp" namespace "epcomm::shm" nogil:
 
     _cpp.Status c_probe "epcomm::shm::probe"()
     unique_ptr[_cpp.Backend] create(const Options& options)
-
-
-cdef int check_signals(void* arg) noexcept nogil:
-    """Non-zero once a signal handler of Python has raised (Ctrl-C)."""
-    with gil:
-        return PyErr_CheckSignals()
 
 
 def probe() -> None:

@@ -175,6 +175,7 @@ Status Run::refused(int peer) const {
                       "they are in different network namespaces (containers) and cannot hand each "
                       "other memory");
   }
+  if (theirs.user != geteuid()) return no_sharing(peer, "they run as different users");
   char reason[128];
   std::snprintf(reason, sizeof reason,
                 "nothing listens for rank %d any more (its process ended or gave up)", peer);
@@ -438,6 +439,7 @@ void FdExchange::describe(Info* info) const {
   info->set("token", token_);
   info->set("host", host_identity());
   info->set("netns", network_namespace());
+  info->set("uid", uint64_t(geteuid()));
 }
 
 Status FdExchange::parse(const Info& info, int peer, PeerAddress* out) {
@@ -445,6 +447,7 @@ Status FdExchange::parse(const Info& info, int peer, PeerAddress* out) {
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "token", &out->token));
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "host", &out->host));
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "netns", &out->network_namespace));
+  EPCOMM_RETURN_IF_ERROR(info.get(peer, "uid", &out->user));
   out->wanted = true;
   return {};
 }

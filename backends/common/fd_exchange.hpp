@@ -16,13 +16,14 @@
 
 namespace epcomm::common {
 
-// How to reach a peer, from its info. Host and network namespace only explain failures.
+// How to reach a peer, from its info. Host, network namespace and user only explain failures.
 struct PeerAddress {
   bool wanted = false;
   Key socket{};
   Key token{};
   std::string host;
   uint64_t network_namespace = 0;
+  uint64_t user = 0;
 };
 
 class FdExchange {

@@ -103,7 +103,6 @@ Status ShmBackend::export_info(std::string* out) noexcept {
     common::Info info;
     exchange_.describe(&info);
     info.set("pid", uint64_t(getpid()));
-    info.set("uid", uint64_t(geteuid()));
     info.set("heap", own_.heap_bytes());
     info.set("nonce", own_.tail()->nonce);
     info.set("sealed", uint64_t(own_.sealed()));
