@@ -107,6 +107,9 @@ Status Engine::combine_push(const CombineArgs& args, int channel, bool zero_copy
   Writer writer(transport_, layout_, shape, channel, spec);
   std::vector<const void*> rows(static_cast<size_t>(topk));
   std::vector<float> weights(static_cast<size_t>(topk));
+  const bool stream = bulk(uint64_t(routing.recv_rows) * row_bytes);
+  const auto copy = stream ? options_.ops->stream_copy : options_.ops->copy;
+  const auto reduce = stream ? options_.ops->stream_reduce : options_.ops->reduce;
 
   for (int i = 1; i <= ranks; ++i) {
     const int owner = (me + i) % ranks;
@@ -126,8 +129,8 @@ Status Engine::combine_push(const CombineArgs& args, int channel, bool zero_copy
         }
         std::byte* at = writer.at(owner, to + uint64_t(place) * row_bytes, row_bytes);
         if (!at) return writer.status();
-        options_.ops->reduce(args.row_type, at, rows.data(), args.apply_weights ? weights.data() : nullptr, count,
-                             nullptr, size_t(args.x.num_cols));
+        reduce(args.row_type, at, rows.data(), args.apply_weights ? weights.data() : nullptr, count, nullptr,
+               size_t(args.x.num_cols));
       }
     } else if (owner != me && !zero_copy && share.last > share.first) {
       const uint64_t bytes = uint64_t(share.last - share.first) * row_bytes;
@@ -138,11 +141,12 @@ Status Engine::combine_push(const CombineArgs& args, int channel, bool zero_copy
         for (int64_t place = share.first; place < share.last; ++place) {
           std::byte* at = writer.at(owner, to + uint64_t(place) * row_bytes, row_bytes);
           if (!at) return writer.status();
-          options_.ops->copy(at, args.x.row(begin + place), row_bytes);
+          copy(at, args.x.row(begin + place), row_bytes);
         }
       }
     }
   }
+  if (stream) stream_fence();
   push_carried(args, writer, channel);
   EPCOMM_RETURN_IF_ERROR(writer.flush());
   for (int i = 1; i < ranks; ++i) EPCOMM_RETURN_IF_ERROR(signal_data((me + i) % ranks, channel));
@@ -177,6 +181,8 @@ Status Engine::combine_reduce(const CombineArgs& args, bool, const CallContext& 
     sources.stride.push_back(stride);
     sources.delivered.push_back(std::clamp<int64_t>(routing.limit[size_t(d)] - base, 0, routing.rows(me, d)));
   }
+  const bool stream = bulk(uint64_t(routing.num_tokens) * uint64_t(row_bytes));
+  const auto reduce = stream ? options_.ops->stream_reduce : options_.ops->reduce;
   for_ranges(routing.num_tokens, context, [&](int64_t begin, int64_t end) {
     std::vector<const void*> rows(static_cast<size_t>(ranks));
     for (int64_t token = begin; token < end; ++token) {
@@ -186,9 +192,10 @@ Status Engine::combine_reduce(const CombineArgs& args, bool, const CallContext& 
         const int64_t place = routing.token_index[size_t(i)];
         if (place < sources.delivered[d]) rows[size_t(count++)] = sources.first[d] + place * sources.stride[d];
       }
-      options_.ops->reduce(args.row_type, args.out + token * args.out_stride, rows.data(), nullptr, count, args.bias,
-                           size_t(args.x.num_cols));
+      reduce(args.row_type, args.out + token * args.out_stride, rows.data(), nullptr, count, args.bias,
+             size_t(args.x.num_cols));
     }
+    if (stream) stream_fence();
   });
   return {};
 }

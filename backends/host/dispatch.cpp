@@ -188,6 +188,8 @@ Status Engine::dispatch_send(DispatchCall& call, int channel) noexcept {
     return args.quantize ? codes : scratch.data();
   };
 
+  const bool stream = bulk(uint64_t(routing.send.tokens.size()) * row_bytes);
+  const auto copy = stream ? options_.ops->stream_copy : options_.ops->copy;
   enum Stream { kRow, kScales, kIds, kWeights, kToken, kNumStreams };
   const bool used[kNumStreams] = {row_bytes > 0, scale_bytes > 0, !call.cached, !call.cached && routing.has_weights,
                                   !call.cached};
@@ -200,7 +202,7 @@ Status Engine::dispatch_send(DispatchCall& call, int channel) noexcept {
     if (!to) return;
     switch (stream) {
       case kRow:
-        options_.ops->copy(to, wire_row(token), row_bytes);
+        copy(to, wire_row(token), row_bytes);
         break;
       case kScales:
         if (args.quantize) {
@@ -274,6 +276,7 @@ Status Engine::dispatch_send(DispatchCall& call, int channel) noexcept {
       }
     }
   }
+  if (stream) stream_fence();
   EPCOMM_RETURN_IF_ERROR(writer.flush());
   for (int i = 1; i < ranks; ++i) EPCOMM_RETURN_IF_ERROR(signal_data((me + i) % ranks, channel));
   return {};
@@ -355,9 +358,12 @@ void Engine::dispatch_collect(DispatchCall& call, const DispatchOutputs& out, co
   const std::byte* payload = slot + layout_.slot_payload;
   const uint64_t row_bytes = call.wire_row_bytes, scale_bytes = call.wire_scale_bytes;
   if (out.x && rows > 0) {
+    const bool stream = bulk(uint64_t(rows) * row_bytes);
+    const auto copy = stream ? options_.ops->stream_copy : options_.ops->copy;
     for_ranges(rows, context, [&](int64_t begin, int64_t end) {
-      options_.ops->copy(out.x + uint64_t(begin) * row_bytes, payload + uint64_t(begin) * row_bytes,
-                         size_t(end - begin) * row_bytes);
+      copy(out.x + uint64_t(begin) * row_bytes, payload + uint64_t(begin) * row_bytes,
+           size_t(end - begin) * row_bytes);
+      if (stream) stream_fence();
     });
   }
   if (out.scales && rows > 0) {
@@ -387,6 +393,8 @@ void Engine::expand(DispatchCall& call, const DispatchOutputs& out, const CallCo
   }
   if (out.ids) std::fill(out.ids, out.ids + rows, -1);
   if (out.weights) std::fill(out.weights, out.weights + rows, 0.0f);
+  const bool stream = bulk(uint64_t(rows) * row_bytes);
+  const auto copy = stream ? options_.ops->stream_copy : options_.ops->copy;
   for_ranges(routing.recv_rows, context, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       for (int k = 0; k < topk; ++k) {
@@ -395,12 +403,13 @@ void Engine::expand(DispatchCall& call, const DispatchOutputs& out, const CallCo
         if (row < 0) continue;
         if (out.ids) out.ids[row] = routing.recv_ids[pick];
         if (out.weights) out.weights[row] = routing.has_weights ? routing.recv_weights[pick] : 0.0f;
-        if (to && row_bytes) options_.ops->copy(to + uint64_t(row) * row_bytes, payload + uint64_t(r) * row_bytes, row_bytes);
+        if (to && row_bytes) copy(to + uint64_t(row) * row_bytes, payload + uint64_t(r) * row_bytes, row_bytes);
         if (to_scales && scale_bytes) {
           std::memcpy(to_scales + uint64_t(row) * scale_bytes, scales + uint64_t(r) * scale_bytes, scale_bytes);
         }
       }
     }
+    if (stream) stream_fence();
   });
   if (!to) return;
   for (int e = 0; e < local; ++e) {

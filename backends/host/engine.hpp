@@ -178,6 +178,10 @@ class Engine {
   void expect_data() noexcept { ++data_phases_; }
   Status wait_data(const char* operation, const CallContext& context) noexcept;
   Status wait_credit(const char* operation, int peer, const CallContext& context) noexcept;
+  // Whether a call that writes so many bytes should write them past the caches: they would only
+  // push each other out before anyone reads them.
+  static bool bulk(uint64_t bytes) noexcept { return bytes >= kBulkBytes; }
+  static constexpr uint64_t kBulkBytes = uint64_t(2) << 20;
   // First failed status of a loop over channels.
   Status for_channels(const CallContext& context, const std::function<Status(int)>& body) noexcept;
   void for_ranges(int64_t count, const CallContext& context,
