@@ -6,7 +6,7 @@ import numpy as np
 from epcomm import config
 from epcomm.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedError
 
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uintptr_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t
 from libc.string cimport memset
 from libcpp cimport bool as cbool
 from libcpp.vector cimport vector
@@ -311,7 +311,8 @@ def rows_of_picks(const int32_t[::1] source, int64_t num_picks):
     cdef int32_t[::1] row_of = result
     for row in range(source.shape[0]):
         if source[row] < -1 or source[row] >= num_picks:
-            raise InvalidArgumentError(f"permuted.source[{row}]={source[row]}: expected -1 or a pick 0..{num_picks - 1}")
+            raise InvalidArgumentError(f"permuted.source[{row}]={source[row]}: expected -1 or a pick "
+                                       f"0..{num_picks - 1}")
         if source[row] >= 0:
             if row_of[source[row]] >= 0:
                 raise InvalidArgumentError(f"permuted.source[{row}]={source[row]}: the same pick as row "
@@ -392,7 +393,7 @@ def dequantize_rows(Array codes, const float[:, ::1] scales, Array out):
                            &scales[token, 0], <size_t>width)
 
 
-# for tests: one function of one table, and the formats ------------------------------------------------------------------
+# for tests: one function of one table, and the formats ----------------------------------------------------------------
 
 def isas():
     """Names of the tables that run here, best first."""

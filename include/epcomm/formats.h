@@ -5,7 +5,8 @@
 //   e4m3  fp8 "e4m3fn": bias 7, no infinity, NaN is 0x7f / 0xff, largest finite value 448
 //   e8m0  a power of two, bias 127; 0xff is NaN
 //
-// Everything rounds to nearest even and keeps subnormals. A NaN stays a NaN and is made quiet.
+// Everything rounds to nearest even and keeps subnormals. A NaN stays a NaN, and every conversion but
+// bf16 to float32, which only moves bits, makes it quiet.
 #pragma once
 
 #include "epcomm/base.h"
