@@ -12,8 +12,8 @@ import numpy as np
 from epcomm._dtypes import DLPACK_NAMES, DTYPES, NAMES, canonical_dtype, itemsize_of, name_of, numpy_dtype, of_buffer
 from epcomm.errors import InternalError, InvalidArgumentError, OutOfMemoryError, UnsupportedError
 
-from cpython.buffer cimport (PyBUF_RECORDS_RO, PyBuffer_FillInfo, PyBuffer_Release, PyObject_CheckBuffer,
-                             PyObject_GetBuffer)
+from cpython.buffer cimport (PyBUF_FORMAT, PyBUF_ND, PyBUF_RECORDS_RO, PyBUF_STRIDES, PyBUF_WRITABLE,
+                             PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer)
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport INT64_MAX, int64_t, uintptr_t
 
@@ -24,7 +24,7 @@ cdef extern from *:
     """
     // numpy/ndarraytypes.h, PyArrayInterface: the struct behind __array_struct__, fixed since 2005.
     typedef struct {
-        int two, nd;
+        int two, ndim;
         char typekind;
         int itemsize, flags;
         Py_intptr_t *shape, *strides;
@@ -34,7 +34,7 @@ cdef extern from *:
     """
     ctypedef struct ArrayInterface "EpcommArrayInterface":
         int two
-        int nd
+        int ndim
         int itemsize
         int flags
         Py_ssize_t* shape
@@ -45,6 +45,7 @@ cdef extern from *:
 cdef enum:
     WRITEABLE = 0x400  # NPY_ARRAY_WRITEABLE
 
+cdef const char* BYTES = "B"
 cdef dict _DTYPES = DTYPES
 cdef dict _NAMES = NAMES
 cdef object _ndarray = np.ndarray
@@ -66,8 +67,25 @@ cdef class Memory:
         self.readonly = readonly
 
     def __getbuffer__(self, Py_buffer* buffer, int flags):
-        cdef void* start = <void*>self.ptr if self.nbytes else <void*>self._pad
-        PyBuffer_FillInfo(buffer, self, start, self.nbytes, self.readonly, flags)
+        if self.readonly and flags & PyBUF_WRITABLE:
+            raise BufferError("this memory is read-only")
+        buffer.buf = <void*>self.ptr if self.nbytes else <void*>self._pad
+        buffer.len = self.nbytes
+        buffer.itemsize = 1
+        buffer.readonly = self.readonly
+        buffer.ndim = 1
+        buffer.format = NULL
+        buffer.shape = NULL
+        buffer.strides = NULL
+        buffer.suboffsets = NULL
+        buffer.internal = NULL
+        if flags & PyBUF_FORMAT:
+            buffer.format = <char*>BYTES
+        if flags & PyBUF_ND:
+            buffer.shape = &buffer.len
+        if flags & PyBUF_STRIDES == PyBUF_STRIDES:
+            buffer.strides = &buffer.itemsize
+        buffer.obj = self
 
 
 cdef class _Buffer:
@@ -260,12 +278,12 @@ cdef int _from_numpy(Array array, object obj, str name) except -1:
     array.device = "cpu"
     array.ptr = <uintptr_t>raw.data
     array.itemsize = raw.itemsize
-    array.ndim = raw.nd
+    array.ndim = raw.ndim
     array.readonly = not raw.flags & WRITEABLE
-    array.shape = tuple([raw.shape[i] for i in range(raw.nd)])
-    array.strides = tuple([raw.strides[i] for i in range(raw.nd)])
+    array.shape = tuple([raw.shape[i] for i in range(raw.ndim)])
+    array.strides = tuple([raw.strides[i] for i in range(raw.ndim)])
     array.size = 1
-    for i in range(raw.nd):
+    for i in range(raw.ndim):
         array.size *= raw.shape[i]
     return 0
 
@@ -591,7 +609,10 @@ cdef object _wrap_torch(uintptr_t ptr, tuple dims, str dtype, object dt, tuple s
     if like.device != "cpu":
         # An empty array has no memory to look up, so the device is told.
         face = _CudaFace(ptr if nbytes else 0, dims, itemsize, None if not nbytes else steps, owner)
-        tensor = torch.as_tensor(face, device=like.device)
+        try:
+            tensor = torch.as_tensor(face, device=like.device)
+        except Exception as error:  # an AssertionError, for one, where torch has no CUDA
+            raise UnsupportedError(f"torch cannot take memory at {ptr:#x} on {like.device}: {error}") from error
         if nbytes and tensor.data_ptr() != ptr:
             raise InternalError(f"torch copied memory at {ptr:#x} instead of wrapping it: it is not on {like.device}")
         return tensor.view(torch_dtype)

@@ -78,7 +78,7 @@ def name_of(dt: np.dtype[Any]) -> str:
     name = NAMES.get(dt)
     if name is not None:
         return name
-    if dt.hasobject or dt.kind in "OT":
+    if dt.hasobject or dt.kind in ("O", "T"):
         raise TypeError(f"dtype {dt} holds Python objects, not plain bytes")
     return dt.str
 
