@@ -63,8 +63,10 @@ def backend_extensions():
     names = [name.strip() for name in wanted.split(",") if name.strip()] if wanted else None
     unknown = set(names or ()) - {backend.name for backend in REGISTRY}
     if unknown:
-        sys.exit(f"EPCOMM_BUILD_BACKENDS names unknown backends {sorted(unknown)}; "
-                 f"known: {[backend.name for backend in REGISTRY]}")
+        sys.exit(
+            f"EPCOMM_BUILD_BACKENDS names unknown backends {sorted(unknown)}; "
+            f"known: {[backend.name for backend in REGISTRY]}"
+        )
     built = []
     for backend in REGISTRY:
         if names is not None and backend.name not in names:
@@ -98,7 +100,12 @@ setup(
         build_dir="build/cython",
         language_level=3,
         nthreads=0,
-        compiler_directives={"embedsignature": True, "binding": True, "freethreading_compatible": False,
-                             "warn.unused": strict, "warn.maybe_uninitialized": strict},
+        compiler_directives={
+            "embedsignature": True,
+            "binding": True,
+            "freethreading_compatible": False,
+            "warn.unused": strict,
+            "warn.maybe_uninitialized": strict,
+        },
     )
 )

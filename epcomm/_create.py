@@ -63,9 +63,9 @@ def _device(value: Any) -> str | None:
     if not isinstance(value, (bool, str)) and hasattr(type(value), "__index__") and index(value) >= 0:
         return f"cuda:{index(value)}"
     text = str(value)
-    if type(value).__module__.startswith("torch"):  # torch.device
-        if text == "cpu" or (text.startswith("cuda:") and text[5:].isdigit()):
-            return text
+    is_torch_device = type(value).__module__.startswith("torch")
+    if is_torch_device and (text == "cpu" or (text.startswith("cuda:") and text[5:].isdigit())):
+        return text
     raise InvalidArgumentError(f"device is {value!r}; allowed: 'cpu', a device index or 'cuda:N'")
 
 
@@ -99,7 +99,8 @@ def parameters(given: dict[str, Any]) -> dict[str, Any]:
     made["low_latency_max_tokens"] = _integer("low_latency_max_tokens", given["low_latency_max_tokens"], 0)
     if made["low_latency_max_tokens"]:
         raise UnsupportedError(
-            f"low_latency_max_tokens is {made['low_latency_max_tokens']}; allowed so far: 0 (no low-latency calls)")
+            f"low_latency_max_tokens is {made['low_latency_max_tokens']}; allowed so far: 0 (no low-latency calls)"
+        )
     made["num_slots"] = _integer("num_slots", given["num_slots"], 1, 64)
     made["dtype"] = _arrays.canonical_dtype(given["dtype"])
     if made["dtype"] not in DTYPES or _arrays.itemsize_of(made["dtype"]) not in (1, 2, 4):
@@ -123,7 +124,8 @@ def parameters(given: dict[str, Any]) -> dict[str, Any]:
         ]
         if len(made["expert_to_rank"]) != experts:
             raise InvalidArgumentError(
-                f"expert_to_rank has {len(made['expert_to_rank'])} entries; allowed: num_experts={experts}")
+                f"expert_to_rank has {len(made['expert_to_rank'])} entries; allowed: num_experts={experts}"
+            )
     options = given["options"]
     if options is None:
         options = {}
@@ -143,8 +145,9 @@ def parameters(given: dict[str, Any]) -> dict[str, Any]:
         raise InvalidArgumentError(f"options['push_only'] is {options['push_only']!r}; allowed: True or False")
     made["isa"] = config.get("EPCOMM_HOST_ISA")
     if _host.isa(made["isa"]) is None:
-        raise InvalidArgumentError(f"EPCOMM_HOST_ISA={made['isa']!r} does not run on this processor; it runs "
-                                   f"{_host.isa()!r}")
+        raise InvalidArgumentError(
+            f"EPCOMM_HOST_ISA={made['isa']!r} does not run on this processor; it runs {_host.isa()!r}"
+        )
     return made
 
 
@@ -153,7 +156,8 @@ def _listed(value: Any) -> list[Any]:
         return list(value)
     except TypeError:
         raise InvalidArgumentError(
-            f"expert_to_rank is of type {type(value).__name__}; allowed: a sequence of ranks") from None
+            f"expert_to_rank is of type {type(value).__name__}; allowed: a sequence of ranks"
+        ) from None
 
 
 def _default_threads(num_ranks: int) -> int:
@@ -170,11 +174,18 @@ def heap_shape(made: dict[str, Any], num_ranks: int, num_channels: int, load_sto
     if max_recv is None:
         max_recv = num_ranks * made["max_tokens_per_rank"]
     staging = 0 if load_store else max(1 << 20, 4 * (row_bytes + scale_bytes), 4096 + 8 * (num_ranks + max(local)))
-    return dict(
-        num_ranks=num_ranks, num_topk=made["num_topk"], num_slots=made["num_slots"], num_channels=num_channels,
-        max_local_experts=max(local), max_tokens_per_rank=made["max_tokens_per_rank"], max_recv_tokens=max_recv,
-        row_bytes=row_bytes, scale_bytes=scale_bytes, staging_bytes=staging,
-    )
+    return {
+        "num_ranks": num_ranks,
+        "num_topk": made["num_topk"],
+        "num_slots": made["num_slots"],
+        "num_channels": num_channels,
+        "max_local_experts": max(local),
+        "max_tokens_per_rank": made["max_tokens_per_rank"],
+        "max_recv_tokens": max_recv,
+        "row_bytes": row_bytes,
+        "scale_bytes": scale_bytes,
+        "staging_bytes": staging,
+    }
 
 
 def required_bytes(made: dict[str, Any], num_ranks: int) -> dict[str, int]:
@@ -358,8 +369,9 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
     raise BackendUnavailableError("no backend works between all ranks: " + "; ".join(refused))
 
 
-def _start(group: bootstrap.Group, name: str, made: dict[str, Any], threads: int,
-           channels: int) -> tuple[Any, list[tuple[int, dict]]]:
+def _start(
+    group: bootstrap.Group, name: str, made: dict[str, Any], threads: int, channels: int
+) -> tuple[Any, list[tuple[int, dict]]]:
     """Set one backend up in step with the other ranks; ((caps, shape, engine), []) or (None, failures)."""
     rank, num_ranks = group.rank, group.num_ranks
     backend: Any = None
@@ -378,8 +390,17 @@ def _start(group: bootstrap.Group, name: str, made: dict[str, Any], threads: int
         state_word = _host.heap_bytes(shape)["state_word"]
         backend.connect(rank, [bytes.fromhex(info) for info in infos], state_word, made["timeout_s"])
         owners, _, _ = ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])
-        return _host.HostEngine(backend, rank, shape, owners, threads, made["timeout_s"], DTYPES, made["isa"],
-                                made["options"].get("push_only", False))
+        return _host.HostEngine(
+            backend,
+            rank,
+            shape,
+            owners,
+            threads,
+            made["timeout_s"],
+            DTYPES,
+            made["isa"],
+            made["options"].get("push_only", False),
+        )
 
     engine = None
     try:

@@ -89,7 +89,8 @@ def _boolean(call, name, value, optional=False):
     if value is None and optional:
         return None
     if not isinstance(value, (bool, np.bool_)):
-        raise InvalidArgumentError(f"{call}: {name} is {value!r}; allowed: True or False{' or None' if optional else ''}")
+        allowed = "True, False or None" if optional else "True or False"
+        raise InvalidArgumentError(f"{call}: {name} is {value!r}; allowed: {allowed}")
     return bool(value)
 
 
@@ -691,8 +692,8 @@ class Communicator:
                 scales = _arrays.wrap(scales_at, (rows, scale_columns), request["scale_dtype"], like, owner)
         elif request["copy"] is False:
             raise UnsupportedError(
-                f"dispatch: copy=False, but {rows} rows do not fit in a slot next to {self._engine.leases_held()} leases "
-                f"held; raise max_recv_tokens or num_slots, or let it copy")
+                f"dispatch: copy=False, but {rows} rows do not fit in one slot, or {self._engine.leases_held()} leases "
+                f"are held; raise max_recv_tokens or num_slots, or let it copy")
         else:
             x = make("x", (rows, request["columns"]), request["out_dtype"])
             if request["scale_dtype"] is not None:
@@ -731,8 +732,8 @@ class Communicator:
         apply_weights = _boolean(call, "apply_weights", apply_weights, optional=True)
         exact_order = _boolean(call, "exact_order", exact_order)
         if apply_weights and handle.layout == "rank":
-            raise InvalidArgumentError(f"{call}: apply_weights is True; allowed in rank layout: None or False, since the "
-                                       "caller sums a rank's picks there")
+            raise InvalidArgumentError(f"{call}: apply_weights is True; allowed in rank layout: None or False, since "
+                                       "the caller sums a rank's picks there")
         if apply_weights and not handle.has_weights:
             raise InvalidArgumentError(f"{call}: apply_weights is True, but the handle carries no weights; pass "
                                        "topk_weights to dispatch")
@@ -743,8 +744,8 @@ class Communicator:
             apply_weights = handle.layout == "expert" and handle.has_weights
         x = self._array(call, "x", x, 2, _FLOAT_DTYPES)
         if x.shape[0] != handle.num_rows or x.shape[1] < 1:
-            raise InvalidArgumentError(f"{call}: x has shape {x.shape}; allowed: ({handle.num_rows}, hidden), the rows of "
-                                       "the dispatch")
+            raise InvalidArgumentError(f"{call}: x has shape {x.shape}; allowed: ({handle.num_rows}, hidden), the rows "
+                                       "of the dispatch")
         columns = x.shape[1]
         self._check_row(call, "x", columns * x.itemsize, 0)
         rows = x if x.rows_contiguous() else _contiguous(x)

@@ -23,7 +23,8 @@ class Ticket {
   // True once done; false after `seconds`.
   bool wait_for(double seconds) {
     std::unique_lock<std::mutex> lock(mutex_);
-    return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return done_; });
+    return changed_.wait_for(lock, std::chrono::duration<double>(seconds),
+                             [this] { return done_; });
   }
   // Only after done.
   const Status& status() const { return status_; }
@@ -70,11 +71,12 @@ class AsyncRunner {
   }
 
   // The caller keeps engine, call and every buffer alive until the ticket is done.
-  std::shared_ptr<Ticket> dispatch_finish(Engine* engine, DispatchCall* call, const DispatchOutputs& out,
-                                          const CallContext& context) {
+  std::shared_ptr<Ticket> dispatch_finish(Engine* engine, DispatchCall* call,
+                                          const DispatchOutputs& out, const CallContext& context) {
     return submit([=] { return engine->dispatch_finish(call, out, context); });
   }
-  std::shared_ptr<Ticket> combine(Engine* engine, const CombineArgs& args, const CallContext& context) {
+  std::shared_ptr<Ticket> combine(Engine* engine, const CombineArgs& args,
+                                  const CallContext& context) {
     return submit([=] { return engine->combine(args, context); });
   }
 

@@ -1,8 +1,8 @@
 // Combine: expert outputs back to their tokens' owner, summed by the written tree.
 //
-// A rank's rows of a token reach the owner in one of two ways: pushed into the owner's slot, or left
-// where they are when they already lie in this rank's heap and the owner can load from it. The sum
-// is the same either way: ranks ascending, from +0.0, in float32.
+// A rank's rows of a token reach the owner in one of two ways: pushed into the owner's slot, or
+// left where they are when they already lie in this rank's heap and the owner can load from it. The
+// sum is the same either way: ranks ascending, from +0.0, in float32.
 #include <algorithm>
 #include <cstring>
 
@@ -37,7 +37,8 @@ Status Engine::wait_done(const CallContext& context) noexcept {
   ++done_phases_;
   for (int i = 1; i < options_.shape.num_ranks; ++i) {
     const int peer = (options_.rank + i) % options_.shape.num_ranks;
-    EPCOMM_RETURN_IF_ERROR(wait(peer, done_word(layout_, peer), done_phases_, "combine", "done", context));
+    EPCOMM_RETURN_IF_ERROR(
+        wait(peer, done_word(layout_, peer), done_phases_, "combine", "done", context));
   }
   return {};
 }
@@ -48,8 +49,8 @@ Status Engine::combine(const CombineArgs& args, const CallContext& context) noex
   const Routing& routing = *args.routing;
   begin_epoch();
 
-  const bool zero_copy = routing.layout == RowLayout::kRank && !args.exact_order && !options_.push_only &&
-                         load_store_ && in_own_heap(args.x);
+  const bool zero_copy = routing.layout == RowLayout::kRank && !args.exact_order &&
+                         !options_.push_only && load_store_ && in_own_heap(args.x);
   Entry entry(Op::kCombine);
   entry.slot = take_free_slot(-1);
   entry.num_tokens = routing.num_tokens;
@@ -70,12 +71,14 @@ Status Engine::combine(const CombineArgs& args, const CallContext& context) noex
   stats_.zero_copy_combines += zero_copy;
 
   const auto run = [&]() -> Status {
-    for (int i = 1; i < ranks; ++i) EPCOMM_RETURN_IF_ERROR(wait_credit("combine", (me + i) % ranks, context));
+    for (int i = 1; i < ranks; ++i)
+      EPCOMM_RETURN_IF_ERROR(wait_credit("combine", (me + i) % ranks, context));
     if (args.exact_order) {
       EPCOMM_RETURN_IF_ERROR(combine_exact(args, context));
     } else {
       expect_data();
-      EPCOMM_RETURN_IF_ERROR(for_channels(context, [&](int c) { return combine_push(args, c, zero_copy); }));
+      EPCOMM_RETURN_IF_ERROR(
+          for_channels(context, [&](int c) { return combine_push(args, c, zero_copy); }));
       EPCOMM_RETURN_IF_ERROR(wait_data("combine", context));
       EPCOMM_RETURN_IF_ERROR(combine_reduce(args, zero_copy, context));
     }
@@ -129,8 +132,8 @@ Status Engine::combine_push(const CombineArgs& args, int channel, bool zero_copy
         }
         std::byte* at = writer.at(owner, to + uint64_t(place) * row_bytes, row_bytes);
         if (!at) return writer.status();
-        reduce(args.row_type, at, rows.data(), args.apply_weights ? weights.data() : nullptr, count, nullptr,
-               size_t(args.x.num_cols));
+        reduce(args.row_type, at, rows.data(), args.apply_weights ? weights.data() : nullptr, count,
+               nullptr, size_t(args.x.num_cols));
       }
     } else if (owner != me && !zero_copy && share.last > share.first) {
       const uint64_t bytes = uint64_t(share.last - share.first) * row_bytes;
@@ -179,7 +182,8 @@ Status Engine::combine_reduce(const CombineArgs& args, bool, const CallContext& 
     }
     sources.first.push_back(first);
     sources.stride.push_back(stride);
-    sources.delivered.push_back(std::clamp<int64_t>(routing.limit[size_t(d)] - base, 0, routing.rows(me, d)));
+    sources.delivered.push_back(
+        std::clamp<int64_t>(routing.limit[size_t(d)] - base, 0, routing.rows(me, d)));
   }
   const bool stream = bulk(uint64_t(routing.num_tokens) * uint64_t(row_bytes));
   const auto reduce = stream ? options_.ops->stream_reduce : options_.ops->reduce;
@@ -187,13 +191,15 @@ Status Engine::combine_reduce(const CombineArgs& args, bool, const CallContext& 
     std::vector<const void*> rows(static_cast<size_t>(ranks));
     for (int64_t token = begin; token < end; ++token) {
       int count = 0;
-      for (int64_t i = routing.token_begin[size_t(token)]; i < routing.token_begin[size_t(token) + 1]; ++i) {
+      for (int64_t i = routing.token_begin[size_t(token)];
+           i < routing.token_begin[size_t(token) + 1]; ++i) {
         const size_t d = size_t(routing.token_rank[size_t(i)]);
         const int64_t place = routing.token_index[size_t(i)];
-        if (place < sources.delivered[d]) rows[size_t(count++)] = sources.first[d] + place * sources.stride[d];
+        if (place < sources.delivered[d])
+          rows[size_t(count++)] = sources.first[d] + place * sources.stride[d];
       }
-      reduce(args.row_type, args.out + token * args.out_stride, rows.data(), nullptr, count, args.bias,
-             size_t(args.x.num_cols));
+      reduce(args.row_type, args.out + token * args.out_stride, rows.data(), nullptr, count,
+             args.bias, size_t(args.x.num_cols));
     }
     if (stream) stream_fence();
   });
@@ -214,7 +220,8 @@ Status Engine::combine_exact(const CombineArgs& args, const CallContext& context
   for (int64_t round = 0; round < rounds; ++round) {
     const int64_t begin = round * window, end = begin + window;
     expect_data();
-    EPCOMM_RETURN_IF_ERROR(for_channels(context, [&](int c) { return push_picks(args, c, begin, end); }));
+    EPCOMM_RETURN_IF_ERROR(
+        for_channels(context, [&](int c) { return push_picks(args, c, begin, end); }));
     EPCOMM_RETURN_IF_ERROR(wait_data("combine", context));
     reduce_picks(args, record(me).slot, begin, std::min(end, args.routing->num_tokens), context);
     if (round + 1 == rounds) break;
@@ -224,7 +231,8 @@ Status Engine::combine_exact(const CombineArgs& args, const CallContext& context
   return {};
 }
 
-Status Engine::push_picks(const CombineArgs& args, int channel, int64_t begin_token, int64_t end_token) noexcept {
+Status Engine::push_picks(const CombineArgs& args, int channel, int64_t begin_token,
+                          int64_t end_token) noexcept {
   const HeapShape& shape = options_.shape;
   const Routing& routing = *args.routing;
   const int ranks = shape.num_ranks, me = options_.rank, topk = shape.num_topk;
@@ -268,8 +276,8 @@ void Engine::reduce_picks(const CombineArgs& args, int slot, int64_t begin, int6
   const Routing& routing = *args.routing;
   const int topk = options_.shape.num_topk;
   const std::byte* payload = slot_payload(slot);
-  const int32_t* delivered =
-      reinterpret_cast<const int32_t*>(transport_->heap() + slot_offset(layout_, slot) + layout_.slot_idx);
+  const int32_t* delivered = reinterpret_cast<const int32_t*>(
+      transport_->heap() + slot_offset(layout_, slot) + layout_.slot_idx);
   for_ranges(end - begin, context, [&](int64_t from, int64_t to) {
     std::vector<const void*> rows(static_cast<size_t>(topk));
     std::vector<float> weights(static_cast<size_t>(topk));
@@ -284,7 +292,8 @@ void Engine::reduce_picks(const CombineArgs& args, int slot, int64_t begin, int6
         weights[size_t(count++)] = args.apply_weights ? routing.weights[pick] : 1.0f;
       }
       options_.ops->reduce(args.row_type, args.out + token * args.out_stride, rows.data(),
-                           args.apply_weights ? weights.data() : nullptr, count, args.bias, size_t(args.x.num_cols));
+                           args.apply_weights ? weights.data() : nullptr, count, args.bias,
+                           size_t(args.x.num_cols));
     }
   });
 }
@@ -326,8 +335,8 @@ void Engine::push_carried(const CombineArgs& args, Writer& writer, int channel) 
 void Engine::collect_carried(const CombineArgs& args, int slot) noexcept {
   const Routing& routing = *args.routing;
   const int me = options_.rank, topk = options_.shape.num_topk;
-  const float* returned =
-      reinterpret_cast<const float*>(transport_->heap() + slot_offset(layout_, slot) + layout_.slot_weights);
+  const float* returned = reinterpret_cast<const float*>(
+      transport_->heap() + slot_offset(layout_, slot) + layout_.slot_weights);
   std::fill(args.carried_out, args.carried_out + routing.ids.size(), 0.0f);
   std::vector<int64_t> base, back;
   for (int d = 0; d < routing.num_ranks; ++d) {
@@ -335,7 +344,8 @@ void Engine::collect_carried(const CombineArgs& args, int slot) noexcept {
     back.push_back(routing.return_base(me, d));
   }
   for (int64_t token = 0; token < routing.num_tokens; ++token) {
-    for (int64_t i = routing.token_begin[size_t(token)]; i < routing.token_begin[size_t(token) + 1]; ++i) {
+    for (int64_t i = routing.token_begin[size_t(token)]; i < routing.token_begin[size_t(token) + 1];
+         ++i) {
       const int d = routing.token_rank[size_t(i)];
       const int64_t place = routing.token_index[size_t(i)];
       if (base[size_t(d)] + place >= routing.limit[size_t(d)]) continue;

@@ -10,13 +10,15 @@ namespace epcomm::host {
 namespace {
 
 Status outside(const char* name, int64_t a, int64_t b, int64_t value, int64_t count) {
-  return error(Code::kInvalidArgument, -1, "dispatch: %s[%lld, %lld] is %lld; allowed: -1 or 0 to %lld", name,
-               (long long)a, (long long)b, (long long)value, (long long)(count - 1));
+  return error(Code::kInvalidArgument, -1,
+               "dispatch: %s[%lld, %lld] is %lld; allowed: -1 or 0 to %lld", name, (long long)a,
+               (long long)b, (long long)value, (long long)(count - 1));
 }
 
 }  // namespace
 
-Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call, const CallContext& context) noexcept {
+Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
+                              const CallContext& context) noexcept {
   if (!broken_.ok()) return broken_;
   const HeapShape& shape = options_.shape;
   const int ranks = shape.num_ranks, me = options_.rank;
@@ -43,10 +45,12 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call, const CallC
       BadPick bad{};
       if (!read_ids(args.ids, experts, args.capacity >= 0, routing->ids.data(), &bad)) {
         call->bad_pick = args.capacity >= 0;
-        if (!call->bad_pick) entry.status = outside("topk_idx", bad.token, bad.slot, bad.value, experts);
+        if (!call->bad_pick)
+          entry.status = outside("topk_idx", bad.token, bad.slot, bad.value, experts);
       }
       if (entry.status.ok()) {
-        entry.status = make_send_lists(routing->ids.data(), routing->num_tokens, shape.num_topk, owners_, &routing->send);
+        entry.status = make_send_lists(routing->ids.data(), routing->num_tokens, shape.num_topk,
+                                       owners_, &routing->send);
       }
       if (entry.status.ok()) {
         routing->index_tokens();
@@ -57,7 +61,8 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call, const CallC
               const size_t at = size_t(t) * size_t(shape.num_topk) + size_t(k);
               float weight = 0;  // a weight without a pick is never read
               if (routing->ids[at] >= 0) {
-                std::memcpy(&weight, args.weights.row(t) + k * args.weights.col_stride, sizeof weight);
+                std::memcpy(&weight, args.weights.row(t) + k * args.weights.col_stride,
+                            sizeof weight);
               }
               routing->weights[at] = weight;
             }
@@ -67,19 +72,21 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call, const CallC
       }
     }
   } catch (const std::bad_alloc&) {
-    entry.status = error(Code::kOutOfMemory, -1, "dispatch: no memory for the routing of %lld tokens",
-                         (long long)args.x.num_rows);
+    entry.status =
+        error(Code::kOutOfMemory, -1, "dispatch: no memory for the routing of %lld tokens",
+              (long long)args.x.num_rows);
   }
   if (entry.status.ok() && args.want_lease == 2 && leases_held() >= shape.num_slots) {
     entry.status = error(Code::kUnsupported, -1,
-                         "dispatch: copy=False, but %d leases are held and num_slots=%d; drop results, raise num_slots "
+                         "dispatch: copy=False, but %d leases are held and num_slots=%d; drop "
+                         "results, raise num_slots "
                          "or let it copy",
                          leases_held(), shape.num_slots);
   }
   call->wire_row_bytes = uint64_t(args.quantize ? args.x.num_cols : args.x.row_bytes());
-  call->wire_scale_bytes =
-      args.quantize ? uint64_t((args.x.num_cols + 127) / 128) * 4
-                    : args.scales.data ? uint64_t(args.scales.row_bytes()) : 0;
+  call->wire_scale_bytes = args.quantize      ? uint64_t((args.x.num_cols + 127) / 128) * 4
+                           : args.scales.data ? uint64_t(args.scales.row_bytes())
+                                              : 0;
 
   call->slot = take_free_slot(-1);
   entry.slot = call->slot;
@@ -92,7 +99,8 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call, const CallC
   entry.terms[kTermScaleBytes] = int64_t(call->wire_scale_bytes);
   entry.terms[kTermScaleDtype] = args.scale_dtype;
   entry.terms[kTermQuantize] = args.quantize;
-  entry.terms[kTermWeights] = args.routing ? args.routing->has_weights : args.weights.data != nullptr;
+  entry.terms[kTermWeights] =
+      args.routing ? args.routing->has_weights : args.weights.data != nullptr;
   entry.terms[kTermHandle] = args.routing ? int64_t(args.routing->generation) : 0;
 
   Status status = exchange("dispatch", entry, context);
@@ -106,26 +114,31 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call, const CallC
     routing->rows_of.resize(size_t(ranks) * size_t(ranks));
     routing->picks_of.resize(size_t(ranks) * size_t(routing->num_local_experts));
     for (int source = 0; source < ranks; ++source) {
-      for (int d = 0; d < ranks; ++d) routing->rows_of[size_t(source) * size_t(ranks) + size_t(d)] = record_rows(source, d);
+      for (int d = 0; d < ranks; ++d)
+        routing->rows_of[size_t(source) * size_t(ranks) + size_t(d)] = record_rows(source, d);
       for (int e = 0; e < routing->num_local_experts; ++e) {
-        routing->picks_of[size_t(source) * size_t(routing->num_local_experts) + size_t(e)] = record_picks(source, e);
+        routing->picks_of[size_t(source) * size_t(routing->num_local_experts) + size_t(e)] =
+            record_picks(source, e);
       }
     }
     routing->limit.resize(size_t(ranks));
     for (int d = 0; d < ranks; ++d) {
       int64_t limit = routing->total(d);
-      if (args.capacity >= 0 && args.layout == RowLayout::kRank) limit = std::min(limit, args.capacity);
+      if (args.capacity >= 0 && args.layout == RowLayout::kRank)
+        limit = std::min(limit, args.capacity);
       routing->limit[size_t(d)] = limit;
       if (limit > shape.max_recv_tokens) {
         // Known to all from the counts, so all raise it and nothing moves.
         finish_slot(call->slot);
         return error(Code::kInvalidArgument, d,
-                     "dispatch: rank %d would receive %lld rows, but max_recv_tokens=%lld; raise it or pass capacity=",
+                     "dispatch: rank %d would receive %lld rows, but max_recv_tokens=%lld; raise "
+                     "it or pass capacity=",
                      d, (long long)limit, (long long)shape.max_recv_tokens);
       }
     }
     routing->recv_begin.resize(size_t(ranks) + 1);
-    for (int source = 0; source <= ranks; ++source) routing->recv_begin[size_t(source)] = routing->base(source, me);
+    for (int source = 0; source <= ranks; ++source)
+      routing->recv_begin[size_t(source)] = routing->base(source, me);
     routing->recv_rows = routing->limit[size_t(me)];
     routing->place_experts();
   }
@@ -140,7 +153,8 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call, const CallC
       if (call->routing->output_rows() <= layout_.slot_rows) call->lease_slot = call->slot;
     } else {
       const uint64_t rows = uint64_t(call->routing->output_rows());
-      const uint64_t need = align_up(rows * call->wire_row_bytes, kSignalStride) + rows * call->wire_scale_bytes;
+      const uint64_t need =
+          align_up(rows * call->wire_row_bytes, kSignalStride) + rows * call->wire_scale_bytes;
       if (need <= payload_bytes()) call->lease_slot = take_free_slot(call->slot);
     }
   }
@@ -167,7 +181,8 @@ Status Engine::dispatch_send(DispatchCall& call, int channel) noexcept {
   int64_t scratch_token = -1;
   const bool gather = !args.x.packed();
   const uint64_t source_bytes = uint64_t(args.x.row_bytes());
-  if (args.quantize || gather) scratch.resize(align_up(source_bytes, 64) + align_up(row_bytes, 64) + scale_bytes);
+  if (args.quantize || gather)
+    scratch.resize(align_up(source_bytes, 64) + align_up(row_bytes, 64) + scale_bytes);
   const auto wire_row = [&](int64_t token) -> const std::byte* {
     if (!args.quantize && !gather) return args.x.row(token);
     std::byte* codes = scratch.data() + align_up(source_bytes, 64);
@@ -191,11 +206,12 @@ Status Engine::dispatch_send(DispatchCall& call, int channel) noexcept {
   const bool stream = bulk(uint64_t(routing.send.tokens.size()) * row_bytes);
   const auto copy = stream ? options_.ops->stream_copy : options_.ops->copy;
   enum Stream { kRow, kScales, kIds, kWeights, kToken, kNumStreams };
-  const bool used[kNumStreams] = {row_bytes > 0, scale_bytes > 0, !call.cached, !call.cached && routing.has_weights,
-                                  !call.cached};
-  const uint64_t at[kNumStreams] = {layout_.slot_payload, scales_at, layout_.slot_idx, layout_.slot_weights,
-                                    layout_.slot_token};
-  const uint64_t size[kNumStreams] = {row_bytes, scale_bytes, uint64_t(topk) * 4, uint64_t(topk) * 4, 4};
+  const bool used[kNumStreams] = {row_bytes > 0, scale_bytes > 0, !call.cached,
+                                  !call.cached && routing.has_weights, !call.cached};
+  const uint64_t at[kNumStreams] = {layout_.slot_payload, scales_at, layout_.slot_idx,
+                                    layout_.slot_weights, layout_.slot_token};
+  const uint64_t size[kNumStreams] = {row_bytes, scale_bytes, uint64_t(topk) * 4,
+                                      uint64_t(topk) * 4, 4};
   const auto emit = [&](int stream, int64_t token, int peer, int64_t row) {
     const uint64_t slot = slot_offset(layout_, call.peer_slot[size_t(peer)]);
     std::byte* to = writer.at(peer, slot + at[stream] + uint64_t(row) * size[stream], size[stream]);
@@ -211,7 +227,8 @@ Status Engine::dispatch_send(DispatchCall& call, int channel) noexcept {
         } else if (args.scales.packed()) {
           std::memcpy(to, args.scales.row(token), scale_bytes);
         } else {
-          copy_strided(to, args.scales.row(token), args.scales.num_cols, args.scales.col_stride, args.scales.itemsize);
+          copy_strided(to, args.scales.row(token), args.scales.num_cols, args.scales.col_stride,
+                       args.scales.itemsize);
         }
         break;
       case kIds: {
@@ -219,7 +236,9 @@ Status Engine::dispatch_send(DispatchCall& call, int channel) noexcept {
         const int32_t* from = routing.ids.data() + token * topk;
         for (int k = 0; k < topk; ++k) {
           const int32_t expert = from[k];
-          ids[k] = expert >= 0 && options_.expert_rank[size_t(expert)] == peer ? expert_local_[size_t(expert)] : -1;
+          ids[k] = expert >= 0 && options_.expert_rank[size_t(expert)] == peer
+                       ? expert_local_[size_t(expert)]
+                       : -1;
         }
         break;
       }
@@ -244,13 +263,15 @@ Status Engine::dispatch_send(DispatchCall& call, int channel) noexcept {
 
   // This channel's tokens, and in each rank's list their first place.
   const int64_t channels = shape.num_channels;
-  const int64_t begin = routing.num_tokens * channel / channels, end = routing.num_tokens * (channel + 1) / channels;
+  const int64_t begin = routing.num_tokens * channel / channels,
+                end = routing.num_tokens * (channel + 1) / channels;
   std::vector<int64_t> base(static_cast<size_t>(ranks));
   for (int d = 0; d < ranks; ++d) base[size_t(d)] = routing.base(me, d);
 
   if (load_store_) {  // token by token: its row is read once, and stays near for every copy
     for (int64_t token = begin; token < end; ++token) {
-      for (int64_t i = routing.token_begin[size_t(token)]; i < routing.token_begin[size_t(token) + 1]; ++i) {
+      for (int64_t i = routing.token_begin[size_t(token)];
+           i < routing.token_begin[size_t(token) + 1]; ++i) {
         const int peer = routing.token_rank[size_t(i)];
         const int64_t row = base[size_t(peer)] + routing.token_index[size_t(i)];
         if (row >= routing.limit[size_t(peer)]) continue;
@@ -282,13 +303,16 @@ Status Engine::dispatch_send(DispatchCall& call, int channel) noexcept {
   return {};
 }
 
-Status Engine::dispatch_finish(DispatchCall* call, const DispatchOutputs& out, const CallContext& context) noexcept {
+Status Engine::dispatch_finish(DispatchCall* call, const DispatchOutputs& out,
+                               const CallContext& context) noexcept {
   const int ranks = options_.shape.num_ranks, me = options_.rank;
   if (!broken_.ok()) return broken_;
   expect_data();
   const auto run = [&]() -> Status {
-    for (int i = 1; i < ranks; ++i) EPCOMM_RETURN_IF_ERROR(wait_credit("dispatch", (me + i) % ranks, context));
-    EPCOMM_RETURN_IF_ERROR(for_channels(context, [&](int channel) { return dispatch_send(*call, channel); }));
+    for (int i = 1; i < ranks; ++i)
+      EPCOMM_RETURN_IF_ERROR(wait_credit("dispatch", (me + i) % ranks, context));
+    EPCOMM_RETURN_IF_ERROR(
+        for_channels(context, [&](int channel) { return dispatch_send(*call, channel); }));
     EPCOMM_RETURN_IF_ERROR(wait_data("dispatch", context));
     dispatch_collect(*call, out, context);
     return {};
@@ -301,7 +325,8 @@ Status Engine::dispatch_finish(DispatchCall* call, const DispatchOutputs& out, c
   }
   const Routing& routing = *call->routing;
   for (int d = 0; d < ranks; ++d) {
-    const int64_t rows = std::clamp<int64_t>(routing.limit[size_t(d)] - routing.base(me, d), 0, routing.rows(me, d));
+    const int64_t rows =
+        std::clamp<int64_t>(routing.limit[size_t(d)] - routing.base(me, d), 0, routing.rows(me, d));
     if (d != me) {
       stats_.rows_sent += rows;
       stats_.bytes_sent += rows * int64_t(call->wire_row_bytes + call->wire_scale_bytes);
@@ -313,7 +338,8 @@ Status Engine::dispatch_finish(DispatchCall* call, const DispatchOutputs& out, c
   return break_if_lost(status);
 }
 
-void Engine::dispatch_collect(DispatchCall& call, const DispatchOutputs& out, const CallContext& context) noexcept {
+void Engine::dispatch_collect(DispatchCall& call, const DispatchOutputs& out,
+                              const CallContext& context) noexcept {
   Routing& routing = *call.routing;
   const int topk = options_.shape.num_topk, local = routing.num_local_experts;
   const std::byte* slot = transport_->heap() + slot_offset(layout_, call.slot);
@@ -372,7 +398,8 @@ void Engine::dispatch_collect(DispatchCall& call, const DispatchOutputs& out, co
 }
 
 // Expert layout: each received row goes to the row of every pick; padding is zero.
-void Engine::expand(DispatchCall& call, const DispatchOutputs& out, const CallContext& context) noexcept {
+void Engine::expand(DispatchCall& call, const DispatchOutputs& out,
+                    const CallContext& context) noexcept {
   const Routing& routing = *call.routing;
   const int topk = options_.shape.num_topk, local = routing.num_local_experts;
   const uint64_t row_bytes = call.wire_row_bytes, scale_bytes = call.wire_scale_bytes;
@@ -388,7 +415,8 @@ void Engine::expand(DispatchCall& call, const DispatchOutputs& out, const CallCo
   if (out.expert_offsets) {
     for (int e = 0; e <= local; ++e) {
       const int64_t begin = routing.expert_begin[size_t(e)];
-      out.expert_offsets[e] = int32_t(routing.capacity >= 0 ? std::min(begin, routing.capacity) : begin);
+      out.expert_offsets[e] =
+          int32_t(routing.capacity >= 0 ? std::min(begin, routing.capacity) : begin);
     }
   }
   if (out.ids) std::fill(out.ids, out.ids + rows, -1);
@@ -403,9 +431,11 @@ void Engine::expand(DispatchCall& call, const DispatchOutputs& out, const CallCo
         if (row < 0) continue;
         if (out.ids) out.ids[row] = routing.recv_ids[pick];
         if (out.weights) out.weights[row] = routing.has_weights ? routing.recv_weights[pick] : 0.0f;
-        if (to && row_bytes) copy(to + uint64_t(row) * row_bytes, payload + uint64_t(r) * row_bytes, row_bytes);
+        if (to && row_bytes)
+          copy(to + uint64_t(row) * row_bytes, payload + uint64_t(r) * row_bytes, row_bytes);
         if (to_scales && scale_bytes) {
-          std::memcpy(to_scales + uint64_t(row) * scale_bytes, scales + uint64_t(r) * scale_bytes, scale_bytes);
+          std::memcpy(to_scales + uint64_t(row) * scale_bytes, scales + uint64_t(r) * scale_bytes,
+                      scale_bytes);
         }
       }
     }
@@ -414,12 +444,15 @@ void Engine::expand(DispatchCall& call, const DispatchOutputs& out, const CallCo
   if (!to) return;
   for (int e = 0; e < local; ++e) {
     int64_t picks = 0;
-    for (int s = 0; s < routing.num_ranks; ++s) picks += routing.picks_of[size_t(s) * size_t(local) + size_t(e)];
+    for (int s = 0; s < routing.num_ranks; ++s)
+      picks += routing.picks_of[size_t(s) * size_t(local) + size_t(e)];
     const int64_t begin = std::min(routing.expert_begin[size_t(e)] + picks, rows);
     const int64_t end = std::min(routing.expert_begin[size_t(e) + 1], rows);
     if (end <= begin) continue;
     std::memset(to + uint64_t(begin) * row_bytes, 0, uint64_t(end - begin) * row_bytes);
-    if (to_scales) std::memset(to_scales + uint64_t(begin) * scale_bytes, 0, uint64_t(end - begin) * scale_bytes);
+    if (to_scales)
+      std::memset(to_scales + uint64_t(begin) * scale_bytes, 0,
+                  uint64_t(end - begin) * scale_bytes);
   }
 }
 

@@ -11,18 +11,32 @@ namespace {
 
 const char* op_name(int64_t op) {
   switch (Op(op)) {
-    case Op::kDispatch: return "dispatch";
-    case Op::kCombine: return "combine";
-    case Op::kBarrier: return "barrier";
-    case Op::kNone: break;
+    case Op::kDispatch:
+      return "dispatch";
+    case Op::kCombine:
+      return "combine";
+    case Op::kBarrier:
+      return "barrier";
+    case Op::kNone:
+      break;
   }
   return "unknown";
 }
 
 const char* const kTermNames[kNumTerms] = {
-    "the call",     "layout",       "expert_alignment",    "capacity",      "dtype",       "row bytes",
-    "scales bytes", "scales dtype", "quantize",            "topk_weights",  "topk_weights carried back",
-    "exact_order",  "handle",
+    "the call",
+    "layout",
+    "expert_alignment",
+    "capacity",
+    "dtype",
+    "row bytes",
+    "scales bytes",
+    "scales dtype",
+    "quantize",
+    "topk_weights",
+    "topk_weights carried back",
+    "exact_order",
+    "handle",
 };
 
 }  // namespace
@@ -42,8 +56,10 @@ Engine::Engine(HostTransport* transport, EngineOptions options)
   const int ranks = options_.shape.num_ranks;
   num_local_.assign(size_t(ranks), 0);
   for (int32_t owner : options_.expert_rank) expert_local_.push_back(num_local_[size_t(owner)]++);
-  owners_ = {ranks, options_.expert_rank.data(), expert_local_.data(), int32_t(options_.expert_rank.size())};
-  for (int peer = 0; peer < ranks; ++peer) load_store_ = load_store_ && transport_->peer_ptr(peer, 0) != nullptr;
+  owners_ = {ranks, options_.expert_rank.data(), expert_local_.data(),
+             int32_t(options_.expert_rank.size())};
+  for (int peer = 0; peer < ranks; ++peer)
+    load_store_ = load_store_ && transport_->peer_ptr(peer, 0) != nullptr;
   const size_t slots = size_t(num_physical_slots(options_.shape));
   slot_epoch_.assign(slots, 0);
   credit_sent_.assign(slots, 0);
@@ -108,7 +124,8 @@ void Engine::begin_epoch() noexcept {
 }
 
 const EntryHeader& Engine::record(int peer) noexcept {
-  return *reinterpret_cast<const EntryHeader*>(transport_->heap() + entry_record(layout_, peer, epoch_));
+  return *reinterpret_cast<const EntryHeader*>(transport_->heap() +
+                                               entry_record(layout_, peer, epoch_));
 }
 
 int64_t Engine::record_rows(int peer, int destination) noexcept {
@@ -122,8 +139,8 @@ int64_t Engine::record_picks(int peer, int expert) noexcept {
   return reinterpret_cast<const int64_t*>(at)[expert];
 }
 
-Status Engine::wait(int peer, uint64_t word, uint64_t value, const char* operation, const char* phase,
-                    const CallContext& context) noexcept {
+Status Engine::wait(int peer, uint64_t word, uint64_t value, const char* operation,
+                    const char* phase, const CallContext& context) noexcept {
   WaitSpec spec{operation, phase, options_.timeout_s, context.interrupted, context.interrupted_arg};
   return transport_->wait(peer, word, value, spec);
 }
@@ -141,7 +158,8 @@ Status Engine::break_if_lost(Status status) noexcept {
   if (broken_.ok()) {
     broken_ = status;
     if (status.code == Code::kInterrupted) {
-      broken_ = error(Code::kPeerLost, options_.rank, "the communicator was interrupted inside a call");
+      broken_ =
+          error(Code::kPeerLost, options_.rank, "the communicator was interrupted inside a call");
     }
     leave(PeerState::kBroken);
   }
@@ -150,20 +168,31 @@ Status Engine::break_if_lost(Status status) noexcept {
 
 std::string Engine::term_text(int term, int64_t value) const {
   switch (term) {
-    case kTermOp: return op_name(value);
-    case kTermLayout: return RowLayout(value) == RowLayout::kRank ? "'rank'" : "'expert'";
-    case kTermCapacity: return value < 0 ? "None" : std::to_string(value);
+    case kTermOp:
+      return op_name(value);
+    case kTermLayout:
+      return RowLayout(value) == RowLayout::kRank ? "'rank'" : "'expert'";
+    case kTermCapacity:
+      return value < 0 ? "None" : std::to_string(value);
     case kTermDtype:
-      return size_t(value) < options_.dtype_names.size() ? options_.dtype_names[size_t(value)] : "unknown";
+      return size_t(value) < options_.dtype_names.size() ? options_.dtype_names[size_t(value)]
+                                                         : "unknown";
     case kTermScaleDtype:
       if (value < 0) return "none";
-      return size_t(value) < options_.dtype_names.size() ? options_.dtype_names[size_t(value)] : "unknown";
-    case kTermQuantize: return value == 0 ? "None" : value == 1 ? "'fp8'" : "'fp8' with round_scale";
-    case kTermWeights: return value ? "used" : "not used";
-    case kTermCarried: return value ? "given" : "not given";
-    case kTermExactOrder: return value ? "True" : "False";
-    case kTermHandle: return value == 0 ? "none" : "of call " + std::to_string(value);
-    default: return std::to_string(value);
+      return size_t(value) < options_.dtype_names.size() ? options_.dtype_names[size_t(value)]
+                                                         : "unknown";
+    case kTermQuantize:
+      return value == 0 ? "None" : value == 1 ? "'fp8'" : "'fp8' with round_scale";
+    case kTermWeights:
+      return value ? "used" : "not used";
+    case kTermCarried:
+      return value ? "given" : "not given";
+    case kTermExactOrder:
+      return value ? "True" : "False";
+    case kTermHandle:
+      return value == 0 ? "none" : "of call " + std::to_string(value);
+    default:
+      return std::to_string(value);
   }
 }
 
@@ -173,8 +202,8 @@ Status Engine::agree(const char* operation, const Entry& entry) noexcept {
   for (int peer = 0; peer < ranks; ++peer) {
     const EntryHeader& header = record(peer);
     if (header.epoch != epoch_) {
-      return error(Code::kInternal, peer, "%s: rank %d's entry word is of call %llu, not %llu", operation, peer,
-                   (unsigned long long)header.epoch, (unsigned long long)epoch_);
+      return error(Code::kInternal, peer, "%s: rank %d's entry word is of call %llu, not %llu",
+                   operation, peer, (unsigned long long)header.epoch, (unsigned long long)epoch_);
     }
   }
   for (int peer = 0; peer < ranks; ++peer) {
@@ -188,11 +217,13 @@ Status Engine::agree(const char* operation, const Entry& entry) noexcept {
   }
   for (int term = 0; term < kNumTerms; ++term) {
     bool equal = true;
-    for (int peer = 0; peer < ranks; ++peer) equal = equal && record(peer).terms[term] == record(0).terms[term];
+    for (int peer = 0; peer < ranks; ++peer)
+      equal = equal && record(peer).terms[term] == record(0).terms[term];
     if (equal) continue;
-    Status status = error(Code::kInvalidArgument, -1, "%s%s differs between ranks:",
-                          term == kTermOp ? "" : (std::string(op_name(record(0).terms[kTermOp])) + ": ").c_str(),
-                          kTermNames[term]);
+    Status status = error(
+        Code::kInvalidArgument, -1, "%s%s differs between ranks:",
+        term == kTermOp ? "" : (std::string(op_name(record(0).terms[kTermOp])) + ": ").c_str(),
+        kTermNames[term]);
     constexpr int kListed = 16;
     for (int peer = 0; peer < ranks && peer < kListed; ++peer) {
       status.text += (peer ? ", rank " : " rank ") + std::to_string(peer) + " " +
@@ -205,10 +236,12 @@ Status Engine::agree(const char* operation, const Entry& entry) noexcept {
   return {};
 }
 
-Status Engine::exchange(const char* operation, const Entry& entry, const CallContext& context) noexcept {
+Status Engine::exchange(const char* operation, const Entry& entry,
+                        const CallContext& context) noexcept {
   const int ranks = options_.shape.num_ranks, me = options_.rank;
   const int experts = options_.shape.max_local_experts;
-  WaitSpec spec{operation, "entry", options_.timeout_s, context.interrupted, context.interrupted_arg};
+  WaitSpec spec{operation, "entry", options_.timeout_s, context.interrupted,
+                context.interrupted_arg};
   Writer writer(transport_, layout_, options_.shape, 0, spec);
 
   // Credits first: a slot that is named below has its last epoch shown to every peer.
@@ -217,7 +250,8 @@ Status Engine::exchange(const char* operation, const Entry& entry, const CallCon
     for (int peer = 0; peer < ranks; ++peer) {
       if (peer == me) continue;
       const uint64_t word = credit_word(layout_, options_.shape, me, int(slot));
-      EPCOMM_RETURN_IF_ERROR(transport_->signal(peer, 0, word, slot_epoch_[slot] - credit_sent_[slot]));
+      EPCOMM_RETURN_IF_ERROR(
+          transport_->signal(peer, 0, word, slot_epoch_[slot] - credit_sent_[slot]));
     }
     credit_sent_[slot] = slot_epoch_[slot];
   }
@@ -243,7 +277,8 @@ Status Engine::exchange(const char* operation, const Entry& entry, const CallCon
     int64_t* picks_of = reinterpret_cast<int64_t*>(at + entry_picks_offset(ranks));
     if (entry.counts) {
       const SendLists& send = entry.counts->send;
-      for (int d = 0; d < ranks; ++d) rows_to[d] = send.rank_begin[size_t(d) + 1] - send.rank_begin[size_t(d)];
+      for (int d = 0; d < ranks; ++d)
+        rows_to[d] = send.rank_begin[size_t(d) + 1] - send.rank_begin[size_t(d)];
       std::fill(picks_of, picks_of + experts, 0);
       for (size_t e = 0; e < options_.expert_rank.size(); ++e) {
         if (options_.expert_rank[e] == peer) picks_of[expert_local_[e]] = send.picks_per_expert[e];
@@ -258,7 +293,8 @@ Status Engine::exchange(const char* operation, const Entry& entry, const CallCon
   }
   for (int i = 1; i < ranks; ++i) {
     const int peer = (me + i) % ranks;
-    EPCOMM_RETURN_IF_ERROR(wait(peer, entry_word(layout_, peer), epoch_, operation, "entry", context));
+    EPCOMM_RETURN_IF_ERROR(
+        wait(peer, entry_word(layout_, peer), epoch_, operation, "entry", context));
   }
   Status status = agree(operation, entry);
   if (status.ok()) {
@@ -277,7 +313,8 @@ Status Engine::refuse(Op op, const Status& why, const CallContext& context) noex
   begin_epoch();
   Entry entry(op);
   entry.status = why;
-  if (entry.status.ok()) entry.status = error(Code::kInternal, -1, "%s: refused without a reason", op_name(int64_t(op)));
+  if (entry.status.ok())
+    entry.status = error(Code::kInternal, -1, "%s: refused without a reason", op_name(int64_t(op)));
   Status status = break_if_lost(exchange(op_name(int64_t(op)), entry, context));
   return status.ok() ? why : status;
 }
@@ -291,7 +328,8 @@ Status Engine::barrier(const CallContext& context) noexcept {
 // ---- data signals and loops
 
 Status Engine::signal_data(int peer, int channel) noexcept {
-  return transport_->signal(peer, channel, data_word(layout_, options_.shape, options_.rank, channel), 1);
+  return transport_->signal(peer, channel,
+                            data_word(layout_, options_.shape, options_.rank, channel), 1);
 }
 
 Status Engine::wait_data(const char* operation, const CallContext& context) noexcept {
@@ -299,8 +337,8 @@ Status Engine::wait_data(const char* operation, const CallContext& context) noex
   for (int i = 1; i < ranks; ++i) {
     const int peer = (options_.rank + i) % ranks;
     for (int channel = 0; channel < options_.shape.num_channels; ++channel) {
-      EPCOMM_RETURN_IF_ERROR(wait(peer, data_word(layout_, options_.shape, peer, channel), data_phases_, operation,
-                                  "data", context));
+      EPCOMM_RETURN_IF_ERROR(wait(peer, data_word(layout_, options_.shape, peer, channel),
+                                  data_phases_, operation, "data", context));
     }
   }
   return {};
@@ -309,14 +347,16 @@ Status Engine::wait_data(const char* operation, const CallContext& context) noex
 Status Engine::wait_credit(const char* operation, int peer, const CallContext& context) noexcept {
   const EntryHeader& header = record(peer);
   if (peer == options_.rank || header.slot < 0) return {};
-  return wait(peer, credit_word(layout_, options_.shape, peer, header.slot), header.slot_epoch, operation, "credit",
-              context);
+  return wait(peer, credit_word(layout_, options_.shape, peer, header.slot), header.slot_epoch,
+              operation, "credit", context);
 }
 
-Status Engine::for_channels(const CallContext& context, const std::function<Status(int)>& body) noexcept {
+Status Engine::for_channels(const CallContext& context,
+                            const std::function<Status(int)>& body) noexcept {
   const int channels = options_.shape.num_channels;
   std::vector<Status> results(static_cast<size_t>(channels));
-  pool_.parallel_for(channels, context.max_threads, [&](int64_t c) { results[size_t(c)] = body(int(c)); });
+  pool_.parallel_for(channels, context.max_threads,
+                     [&](int64_t c) { results[size_t(c)] = body(int(c)); });
   for (Status& status : results) {
     if (!status.ok()) return status;
   }
@@ -328,9 +368,8 @@ void Engine::for_ranges(int64_t count, const CallContext& context,
   int threads = pool_.num_threads();
   if (context.max_threads > 0 && context.max_threads < threads) threads = context.max_threads;
   const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(count, int64_t(threads) * 4);
-  pool_.parallel_for(parts, context.max_threads, [&](int64_t part) {
-    body(count * part / parts, count * (part + 1) / parts);
-  });
+  pool_.parallel_for(parts, context.max_threads,
+                     [&](int64_t part) { body(count * part / parts, count * (part + 1) / parts); });
 }
 
 // ---- the end
@@ -339,7 +378,8 @@ void Engine::leave(PeerState state) noexcept {
   if (left_) return;
   left_ = true;
   for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
-    if (peer != options_.rank) (void)transport_->signal(peer, 0, state_word(layout_, options_.rank), uint64_t(state));
+    if (peer != options_.rank)
+      (void)transport_->signal(peer, 0, state_word(layout_, options_.rank), uint64_t(state));
   }
 }
 

@@ -23,7 +23,7 @@ namespace epcomm::host {
 struct EngineOptions {
   int rank = 0;
   HeapShape shape{};
-  std::vector<int32_t> expert_rank;      // [num_experts] owner
+  std::vector<int32_t> expert_rank;  // [num_experts] owner
   int num_threads = 1;
   double timeout_s = 300;
   const RowOps* ops = nullptr;
@@ -51,16 +51,16 @@ struct Rows {
 
 struct DispatchArgs {
   Rows x;
-  Rows scales;               // data null: none
+  Rows scales;  // data null: none
   int32_t dtype = 0, scale_dtype = -1;
-  int quantize = 0;          // kTermQuantize; x must then be of `row_type`
+  int quantize = 0;  // kTermQuantize; x must then be of `row_type`
   RowType row_type = RowType::kFloat32;
   RowLayout layout = RowLayout::kRank;
   int64_t alignment = 1, capacity = -1;
-  IndexView ids{};           // without a routing
-  Rows weights;              // float32 [num_tokens, num_topk]; data null: none
+  IndexView ids{};                   // without a routing
+  Rows weights;                      // float32 [num_tokens, num_topk]; data null: none
   std::shared_ptr<Routing> routing;  // a cached one
-  int want_lease = 0;        // 0 copy, 1 lease if there is one, 2 lease or refuse
+  int want_lease = 0;                // 0 copy, 1 lease if there is one, 2 lease or refuse
 };
 
 struct DispatchCall {
@@ -68,8 +68,8 @@ struct DispatchCall {
   std::shared_ptr<Routing> routing;
   bool cached = false;
   uint64_t epoch = 0;
-  int slot = -1;             // where rows arrive
-  int lease_slot = -1;       // the slot that x is a view of; -1: copied
+  int slot = -1;        // where rows arrive
+  int lease_slot = -1;  // the slot that x is a view of; -1: copied
   uint64_t wire_row_bytes = 0, wire_scale_bytes = 0;
   std::vector<int> peer_slot;  // [rank]
   bool bad_pick = false;       // capacity mode: a bad id was taken as -1
@@ -86,16 +86,16 @@ struct DispatchOutputs {
 };
 
 struct CombineArgs {
-  Rows x;                     // float rows; columns packed
+  Rows x;  // float rows; columns packed
   int32_t dtype = 0;
   RowType row_type = RowType::kFloat32;
   std::shared_ptr<Routing> routing;
   bool apply_weights = false;
   bool exact_order = false;
-  Rows carried;               // float32 [rows, num_topk] or [rows, 1]; data null: none
+  Rows carried;  // float32 [rows, num_topk] or [rows, 1]; data null: none
   const float* bias = nullptr;
-  std::byte* out = nullptr;   // [num_tokens, row_bytes]
-  int64_t out_stride = 0;     // bytes between rows
+  std::byte* out = nullptr;      // [num_tokens, row_bytes]
+  int64_t out_stride = 0;        // bytes between rows
   float* carried_out = nullptr;  // [num_tokens, num_topk]
 };
 
@@ -121,7 +121,8 @@ class Engine {
   // First half: every rank learns every count. The caller then makes its arrays and must call
   // dispatch_finish(), also if it could not (with no outputs), since peers count on it.
   Status dispatch_begin(DispatchArgs args, DispatchCall* call, const CallContext& context) noexcept;
-  Status dispatch_finish(DispatchCall* call, const DispatchOutputs& out, const CallContext& context) noexcept;
+  Status dispatch_finish(DispatchCall* call, const DispatchOutputs& out,
+                         const CallContext& context) noexcept;
   Status combine(const CombineArgs& args, const CallContext& context) noexcept;
 
   // A slot for the caller to build rows in; -1 if num_slots leases are held.
@@ -189,17 +190,20 @@ class Engine {
 
   // dispatch.cpp
   Status dispatch_send(DispatchCall& call, int channel) noexcept;
-  void dispatch_collect(DispatchCall& call, const DispatchOutputs& out, const CallContext& context) noexcept;
+  void dispatch_collect(DispatchCall& call, const DispatchOutputs& out,
+                        const CallContext& context) noexcept;
   void expand(DispatchCall& call, const DispatchOutputs& out, const CallContext& context) noexcept;
 
   // combine.cpp
   struct Sources;  // where each rank's returning rows lie
   bool in_own_heap(const Rows& rows) noexcept;
   Status combine_push(const CombineArgs& args, int channel, bool zero_copy) noexcept;
-  Status combine_reduce(const CombineArgs& args, bool zero_copy, const CallContext& context) noexcept;
+  Status combine_reduce(const CombineArgs& args, bool zero_copy,
+                        const CallContext& context) noexcept;
   Status combine_exact(const CombineArgs& args, const CallContext& context) noexcept;
   Status push_picks(const CombineArgs& args, int channel, int64_t begin, int64_t end) noexcept;
-  void reduce_picks(const CombineArgs& args, int slot, int64_t begin, int64_t end, const CallContext& context) noexcept;
+  void reduce_picks(const CombineArgs& args, int slot, int64_t begin, int64_t end,
+                    const CallContext& context) noexcept;
   void push_carried(const CombineArgs& args, Writer& writer, int channel) noexcept;
   void collect_carried(const CombineArgs& args, int slot) noexcept;
   Status signal_done(int peer) noexcept;
@@ -215,13 +219,13 @@ class Engine {
   bool load_store_ = true;  // peer_ptr reaches every peer
 
   uint64_t epoch_ = 0;
-  uint64_t data_phases_ = 0;   // every rank signals every peer in each, so one count serves all
+  uint64_t data_phases_ = 0;  // every rank signals every peer in each, so one count serves all
   uint64_t done_phases_ = 0;
   std::vector<uint64_t> slot_epoch_;   // last epoch that used the slot
   std::vector<uint64_t> credit_sent_;  // [slot] what peers' credit words show
   enum class SlotUse : uint8_t { kFree, kCall, kLease };
   std::vector<SlotUse> slot_use_;
-  std::mutex release_mutex_;           // guards released_ only
+  std::mutex release_mutex_;  // guards released_ only
   std::vector<int> released_;
   Status broken_;
   bool left_ = false;

@@ -31,12 +31,12 @@ struct Routing {
   std::vector<int64_t> limit;  // [num_ranks] rows that a rank takes; later ones are not delivered
 
   // What this rank receives, in received order.
-  int64_t recv_rows = 0;                        // delivered
-  std::vector<int64_t> recv_begin;              // [num_ranks + 1] by source, before the limit
-  std::vector<int32_t> recv_ids;                // [recv_rows, num_topk] local expert, -1 elsewhere
-  std::vector<float> recv_weights;              // the same shape, or empty
-  std::vector<int32_t> recv_token;              // [recv_rows] token at its source
-  std::vector<int64_t> picks_of;                // [num_ranks, num_local_experts]
+  int64_t recv_rows = 0;            // delivered
+  std::vector<int64_t> recv_begin;  // [num_ranks + 1] by source, before the limit
+  std::vector<int32_t> recv_ids;    // [recv_rows, num_topk] local expert, -1 elsewhere
+  std::vector<float> recv_weights;  // the same shape, or empty
+  std::vector<int32_t> recv_token;  // [recv_rows] token at its source
+  std::vector<int64_t> picks_of;    // [num_ranks, num_local_experts]
 
   // Expert layout.
   std::vector<int64_t> expert_begin;  // [num_local_experts + 1] padded starts, before capacity
@@ -44,7 +44,9 @@ struct Routing {
   int64_t num_picks = 0;              // of this rank's experts, before capacity
   int64_t num_dropped = 0;            // rows (rank layout) or picks (expert layout) not delivered
 
-  int64_t rows(int source, int destination) const { return rows_of[size_t(source) * num_ranks + destination]; }
+  int64_t rows(int source, int destination) const {
+    return rows_of[size_t(source) * num_ranks + destination];
+  }
 
   // First row of `source` in the received order of `destination`.
   int64_t base(int source, int destination) const {

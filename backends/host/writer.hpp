@@ -10,14 +10,16 @@ namespace epcomm::host {
 
 class Writer {
  public:
-  Writer(HostTransport* transport, const HeapLayout& layout, const HeapShape& shape, int channel, const WaitSpec& spec)
+  Writer(HostTransport* transport, const HeapLayout& layout, const HeapShape& shape, int channel,
+         const WaitSpec& spec)
       : transport_(transport),
         channel_(channel),
         staging_(staging_offset(layout, shape, channel)),
         staging_bytes_(uint64_t(shape.staging_bytes)),
         spec_(spec),
         direct_(size_t(shape.num_ranks)) {
-    for (int peer = 0; peer < shape.num_ranks; ++peer) direct_[size_t(peer)] = transport->peer_ptr(peer, 0);
+    for (int peer = 0; peer < shape.num_ranks; ++peer)
+      direct_[size_t(peer)] = transport->peer_ptr(peer, 0);
   }
 
   bool direct(int peer) const { return direct_[size_t(peer)] != nullptr; }
@@ -67,7 +69,8 @@ class Writer {
     const uint64_t source = staging_ + used_;
     used_ += bytes;
     Piece* last = pieces_.empty() ? nullptr : &pieces_.back();
-    if (last && last->peer == peer && last->offset + last->bytes == offset && last->source + last->bytes == source) {
+    if (last && last->peer == peer && last->offset + last->bytes == offset &&
+        last->source + last->bytes == source) {
       last->bytes += bytes;
     } else {
       pieces_.push_back({peer, offset, source, bytes});

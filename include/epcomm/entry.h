@@ -34,8 +34,8 @@ enum Term : int32_t {
 
 struct EntryHeader {
   uint64_t epoch;
-  int32_t status;     // Code; not kOk: this rank refuses, and the text says why
-  int32_t slot;       // where this rank receives in this call
+  int32_t status;       // Code; not kOk: this rank refuses, and the text says why
+  int32_t slot;         // where this rank receives in this call
   uint64_t slot_epoch;  // the slot's last epoch: senders wait for its credit word to show it
   int64_t num_tokens;
   uint64_t zero_copy;  // combine: heap offset of this rank's rows for its peers to read; 0: pushed
@@ -49,7 +49,9 @@ static_assert(sizeof(EntryHeader) <= kEntryHeaderBytes, "entry header outgrew it
 
 constexpr uint64_t kEntryRowsOffset = kEntryHeaderBytes + kEntryTextBytes;
 
-EPCOMM_HD uint64_t entry_picks_offset(int32_t num_ranks) { return kEntryRowsOffset + 8 * uint64_t(num_ranks); }
+EPCOMM_HD uint64_t entry_picks_offset(int32_t num_ranks) {
+  return kEntryRowsOffset + 8 * uint64_t(num_ranks);
+}
 EPCOMM_HD uint64_t entry_record_bytes(int32_t num_ranks, int32_t max_local_experts) {
   return entry_picks_offset(num_ranks) + 8 * uint64_t(max_local_experts);
 }

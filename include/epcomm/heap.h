@@ -32,8 +32,8 @@ struct HeapShape {
   int32_t max_local_experts;  // over all ranks
   int64_t max_tokens_per_rank;
   int64_t max_recv_tokens;
-  int64_t row_bytes;    // ceil16(hidden * itemsize)
-  int64_t scale_bytes;  // room for scales beside each row
+  int64_t row_bytes;      // ceil16(hidden * itemsize)
+  int64_t scale_bytes;    // room for scales beside each row
   int64_t staging_bytes;  // per channel; 0 where stores reach every peer
 };
 
@@ -46,7 +46,7 @@ struct HeapLayout {
   uint64_t credit;        // [rank][slot] last epoch of that rank's slot that it has consumed
   uint64_t entry;         // [rank][epoch & 1] entry records
   uint64_t entry_stride;
-  uint64_t staging;      // [channel] rows on their way to peers that stores do not reach; own use
+  uint64_t staging;  // [channel] rows on their way to peers that stores do not reach; own use
   // slots
   uint64_t slots;  // [physical slot]
   uint64_t slot_stride;
