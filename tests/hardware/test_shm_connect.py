@@ -282,7 +282,7 @@ def test_a_hostile_connector_gets_no_descriptor_and_does_no_harm():
 
 def test_the_right_token_gets_exactly_one_descriptor():
     """The counterpart of the test above: its stranger would be let in, were the token right."""
-    (a, info_a), (b, info_b) = new_backend(), new_backend()
+    (a, info_a), (_, info_b) = new_backend(), new_backend()
     token = bytes.fromhex(field(info_a, "token"))
     connection = stranger(info_a, hello(1, token))
     thread = threading.Thread(target=connect_in_threads, args=([a], [info_a, info_b], 1.0))

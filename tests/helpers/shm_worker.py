@@ -1,5 +1,6 @@
 """A process of its own that evaluates expressions for a test: ``Worker`` in the parent, the script in the child."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -105,10 +106,8 @@ def open_files() -> list[str]:
     """Targets of this process's descriptors."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # the listing's own
             found.append(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:
-            pass
     return sorted(target for target in found if not target.startswith("/proc/"))
 
 
@@ -144,7 +143,11 @@ def main(connection: Connection) -> None:
             value = eval(expression, {**names, **values})
         except BaseException as error:
             failure = (type(error).__name__, str(error), getattr(error, "peer", None))
-        connection.send((value, failure, time.monotonic()))
+        at = time.monotonic()
+        try:
+            connection.send((value, failure, at))
+        except Exception:  # a value that cannot travel
+            connection.send((None, failure, at))
 
 
 if __name__ == "__main__":
