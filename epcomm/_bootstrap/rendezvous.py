@@ -132,6 +132,8 @@ class _Meeting:
                 if self._deadline.passed():
                     raise self._timed_out()
                 self._step()
+            # Before anyone is let go: a rank that goes on may look for another server at this port, such as torch's.
+            self._listener.close()
             for connection in self._members.values():
                 connection.limits = limits
                 connection.queue(encode(Kind.START))

@@ -375,7 +375,7 @@ def test_no_key_no_listener_beyond_this_host():
         with pytest.raises(InvalidArgumentError) as caught:
             join(rank, 2, place, None, 10)
         assert "MASTER_ADDR=192.0.2.7" in str(caught.value) and "export EPCOMM_AUTHKEY=" in str(caught.value)
-        assert "\n" not in str(caught.value) and time.monotonic() - start < 1
+        assert "\n" not in str(caught.value) and time.monotonic() - start < 5
 
 
 def test_with_a_key_all_interfaces_will_do():
