@@ -7,10 +7,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from epcomm import _rows
 from helpers import oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from epcomm import _rows
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)

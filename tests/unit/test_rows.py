@@ -5,10 +5,11 @@ import ctypes
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import oracle
+
 from epcomm import _rows
 from epcomm._arrays import view
 from epcomm.errors import UnsupportedError
-from helpers import oracle
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": BF16}
@@ -119,9 +120,9 @@ def test_reduce_long_rows(isa, dtype, stream, num_rows):
 def test_product_and_sum_are_rounded_apart(isa, dtype, stream):
     """With a fused multiply-add the rest of the product survives; without it the sum is +0.0."""
     x = np.array(1.0078125, dtype)  # 1 + 2^-7: 8 bits of mantissa in each of the types
-    weight = np.float32(1.0000001)
+    weight = np.float32(16384.002)  # large, so that the rest is not below float16's least value
     product = np.float32(weight * np.float32(x))
-    assert float(weight) * float(x) != float(product), "the case must not be exact"
+    assert np.array(float(weight) * float(x) - float(product)).astype(dtype) != 0, "the case must not be exact"
     rows = [np.full(300, 1, dtype), np.full(300, x, dtype)]
     got = reduced(isa, rows, np.array([-product, weight]), None, 300, dtype, stream)
     oracle.assert_bits(got, np.zeros(300, dtype))
