@@ -232,20 +232,21 @@ def _version_of(names: tuple[str, ...]) -> str | None:
 
 
 def environment() -> dict[str, dict[str, Any]]:
-    """Each variable of ``config.VARIABLES`` with the value in effect; secrets are masked.
+    """Each variable of ``config.VARIABLES`` with the value in effect, then those that a launcher has set.
 
-    A value outside its range does not stop the listing: its row carries the error.
+    Secrets are masked. A value outside its range does not stop the listing: its row carries the error.
     """
     told = {}
-    for variable in config.VARIABLES:
+    launchers = [variable for variable in config.LAUNCHER_VARIABLES if os.environ.get(variable.name, "").strip()]
+    for variable in (*config.VARIABLES, *launchers):
         is_set = bool(os.environ.get(variable.name, "").strip())
         value, error = None, None
         try:
             value = config.get(variable.name)
         except EpcommError as problem:
-            error = str(problem)
-        if variable.name in SECRETS and is_set:
-            value = "(set, not shown)"
+            error = "outside its range (not shown)" if variable.secret else str(problem)
+        if variable.secret and is_set:
+            value = "(set)"
         told[variable.name] = {"value": value, "set": is_set, "default": variable.default, "help": variable.help,
                                "error": error}
     return told
