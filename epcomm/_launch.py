@@ -28,30 +28,26 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from epcomm import bootstrap
+from epcomm._bootstrap import launcher
+
 # After a rank has failed, its peers get this long to say what they saw; then they are ended.
 _GRACE_S = 5.0
 # How long a closed group may take to leave.
 _LEAVE_S = 10.0
-_MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+# What makes a process a rank; ranks started here must not take the parent's for their own.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "EPCOMM_PORT")
 
 
 class Place(NamedTuple):
-    """Where a worker runs. ``group`` is what ``Communicator`` takes: ``None`` or an mpi4py communicator."""
+    """Where a worker runs. ``epcomm.Communicator(group=None)`` made there has this rank and size."""
 
     rank: int
     num_ranks: int
-    group: Any = None
 
 
 class RanksFailed(RuntimeError):
     """One or more ranks failed; the text has a line for each, the likely cause first."""
-
-
-def launcher() -> str | None:
-    """``"torchrun"`` or ``"mpirun"`` if one of them has started this process as a rank, else ``None``."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return "torchrun"
-    return "mpirun" if any(name in os.environ for name in _MPI_VARIABLES) else None
 
 
 class LocalRanks:
@@ -96,7 +92,7 @@ class LocalRanks:
         # The children see this process's modules, wherever they were imported from, as multiprocessing's would.
         code = f"import sys; sys.path[:] = {sys.path!r}; from epcomm._launch import serve; serve({address!r})"
         command = [sys.executable, "-c", code]
-        environment = {name: value for name, value in os.environ.items() if name not in _MPI_VARIABLES}
+        environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         if mpirun is not None:
             self._processes.append(subprocess.Popen([*mpirun, *command], stdin=subprocess.DEVNULL, env=environment))
             return
@@ -204,17 +200,10 @@ class JoinedRanks:
 
     def __init__(self, worker: str, options: Mapping[str, Any], timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        group = None
-        if launcher() == "mpirun":
-            from mpi4py import MPI
-
-            group = MPI.COMM_WORLD
-        from epcomm import bootstrap
-
-        self._bootstrap = bootstrap.connect(group, timeout_s=timeout_s)
+        self._bootstrap = bootstrap.connect(timeout_s=timeout_s)
         self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
         self._worker: Any = None
-        self._agree("start", lambda: self._make(worker, options, Place(self.rank, self.num_ranks, group)))
+        self._agree("start", lambda: self._make(worker, options, Place(self.rank, self.num_ranks)))
 
     def _make(self, worker: str, options: Mapping[str, Any], place: Place) -> None:
         self._worker = _find(worker)(place, **options)
@@ -248,18 +237,13 @@ class JoinedRanks:
 def serve(address: str) -> None:
     """Body of a process that :class:`LocalRanks` starts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    group, rank = None, os.environ.get("RANK")
-    if launcher() == "mpirun":
-        from mpi4py import MPI
-
-        group = MPI.COMM_WORLD
-        rank = group.rank
+    found = launcher.find()
     with socket.socket(socket.AF_UNIX) as connected:
         connected.connect(address)
         pipe = multiprocessing.connection.Connection(connected.detach())
-    _send(pipe, {"rank": int(rank)})
+    _send(pipe, {"rank": found.rank})
     start = _receive(pipe)
-    place = Place(int(rank), start["num_ranks"], group)
+    place = Place(found.rank, start["num_ranks"])
     made: list[Any] = []
     message = _guarded(lambda: made.append(_find(start["worker"])(place, **start["options"])))
     try:
@@ -318,14 +302,16 @@ def _free_port() -> int:
 
 
 def mpirun_command(num_ranks: int) -> list[str] | None:
-    """An ``mpirun`` for ranks of this host with more ranks than cores allowed, or ``None`` where there is none."""
+    """An ``mpirun`` for ranks of this host, which may be more than its cores, or ``None`` where there is none."""
     path = shutil.which("mpirun")
     if path is None:
         return None
     version = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
     command = [path, "-n", str(num_ranks)]
     if "Open MPI" in version.stdout:
-        command += ["--oversubscribe", "--bind-to", "none"]
+        # Ranks that have a core each shall spin, as they would by default; `--oversubscribe` alone makes them yield.
+        yields = int(num_ranks > len(os.sched_getaffinity(0)))
+        command += ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", str(yields)]
         if os.geteuid() == 0:
             command.append("--allow-run-as-root")  # containers are root
     return command

@@ -114,14 +114,3 @@ def test_ranks_under_mpirun(worker):
         with pytest.raises(_launch.RanksFailed, match="rank 1: KeyError"):
             ranks.ask(["raise", 1])
     assert all_gone([answer[2] for answer in answers])
-
-
-def test_launcher_is_read_from_the_environment(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", *_launch._MPI_VARIABLES):
-        monkeypatch.delenv(name, raising=False)
-    assert _launch.launcher() is None
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    assert _launch.launcher() == "mpirun"
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert _launch.launcher() == "torchrun"
