@@ -1,0 +1,106 @@
+"""Command line of ``python -m epcomm bench``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from epcomm import _console, _launch
+from epcomm.errors import EpcommError
+
+DEFAULT_TOKENS = {"train": 2048, "decode": 128}
+DEFAULT_REPEAT = {"train": 20, "decode": 200}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show and write; returns the exit code."""
+    arguments = parse(argv)
+    # NumPy and the rest come only once the command line is right.
+    from epcomm.bench import report as reports
+    from epcomm.bench import run
+    from epcomm.bench.workload import Shape
+
+    shape = Shape(arguments.mode, arguments.tokens, arguments.hidden, arguments.experts, arguments.topk,
+                  arguments.dtype, arguments.layout, arguments.seed)
+    settings = {"backend": arguments.backend, "sms": arguments.sms, "threads": arguments.threads,
+                "timeout_s": arguments.timeout_s}
+    try:
+        measured = run.measure(shape, settings, arguments.ranks, arguments.repeat, arguments.baselines,
+                               _console.progress)
+    except (_launch.RanksFailed, EpcommError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    if not measured.speaks:
+        return 0
+    report = reports.build(shape, measured, arguments.repeat)
+    reports.show(report)
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2)
+    if arguments.plot:
+        from epcomm.bench import plot
+
+        plot.draw(report, arguments.plot)
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; a wrong one ends the process with code 2 and a usage line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m epcomm bench",
+        description="Measure layout, dispatch and combine, the memory-copy floor, and what a user would do without "
+                    "epcomm, in turns in one run. Starts local ranks, or joins those of torchrun or mpirun.")
+    parser.add_argument("--mode", choices=("train", "decode"), default="train",
+                        help="train: thousands of tokens; decode: 1 to 128, with throughput calls until there are "
+                             "low-latency ones (default train)")
+    parser.add_argument("--ranks", type=_integer(1, 1024), default=2, help="ranks to start (default 2)")
+    parser.add_argument("--tokens", type=_integer(0, 1 << 24), help="per rank (default 2048, decode 128)")
+    parser.add_argument("--hidden", type=_integer(1, 1 << 20), default=7168, help="row width (default 7168)")
+    parser.add_argument("--experts", type=_integer(1, 1 << 16), default=256, help="in all (default 256)")
+    parser.add_argument("--topk", type=_integer(1, 128), default=8, help="picks per token (default 8)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--layout", choices=("rank", "expert"), default="rank", help="of received rows (default rank)")
+    parser.add_argument("--backend", help="by name; default: EPCOMM_BACKEND, else the first that works")
+    parser.add_argument("--threads", type=_integer(1, 256), help="host threads per rank (default cores / ranks)")
+    parser.add_argument("--sms", type=_integer(1, 1024), help="multiprocessors for GPU backends")
+    parser.add_argument("--repeat", type=_integer(1, 100_000),
+                        help="counted trials (default 20, decode 200); fewer than 5 give no verdict")
+    parser.add_argument("--baselines", type=_baselines, default=["gloo", "mpi4py"], metavar="A,B",
+                        help="gloo, mpi4py or none (default both, where installed)")
+    parser.add_argument("--seed", type=int, default=1, help="of the routing (default 1)")
+    parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline of each step (default 120)")
+    parser.add_argument("--json", metavar="FILE", help="write the report with all samples")
+    parser.add_argument("--plot", metavar="FILE", help="draw bars against the floor (matplotlib; .png, .svg, .pdf)")
+    arguments = parser.parse_args(argv)
+    arguments.tokens = DEFAULT_TOKENS[arguments.mode] if arguments.tokens is None else arguments.tokens
+    arguments.repeat = arguments.repeat or DEFAULT_REPEAT[arguments.mode]
+    if arguments.mode == "decode" and not 1 <= arguments.tokens <= 128:
+        parser.error(f"--tokens {arguments.tokens}: decode takes 1 to 128")
+    if arguments.topk > arguments.experts:
+        parser.error(f"--topk {arguments.topk}: at most --experts {arguments.experts}")
+    return arguments
+
+
+def _integer(low: int, high: int):
+    def parse_integer(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected an integer from {low} to {high}") from None
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"{number}: expected an integer from {low} to {high}")
+        return number
+
+    return parse_integer
+
+
+def _baselines(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip() and name.strip() != "none"]
+    unknown = set(names) - {"gloo", "mpi4py"}
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: expected gloo, mpi4py or none")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
