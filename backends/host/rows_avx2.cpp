@@ -68,27 +68,32 @@ struct Bfloat16 {
             _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(odd), 0xd8))};
   }
 
-  // One code per 32-bit lane of the pair to 16 adjacent bytes.
-  EPCOMM_AVX2 static inline __m128i interleave(__m256i a, __m256i b) {
-    const __m256i twos = _mm256_or_si256(a, _mm256_slli_epi32(b, 8));  // 16 bits in each lane
-    const __m256i packed = _mm256_packus_epi32(twos, twos);
-    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xd8));
+  // Lanes below 2^16 to 16 adjacent words, in the order of the columns.
+  EPCOMM_AVX2 static inline __m256i pack_words(__m256i a, __m256i b) {
+    return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+  }
+
+  // 0x80 in the words of negative columns.
+  EPCOMM_AVX2 static inline __m256i signs(const std::byte* at) {
+    return _mm256_and_si256(_mm256_srli_epi16(load_bytes(at), 8), _mm256_set1_epi16(0x80));
   }
 };
 
 struct HalvesOf16 {
   EPCOMM_AVX2 static inline Pair arrange(__m256 low, __m256 high) { return {low, high}; }
 
-  EPCOMM_AVX2 static inline __m128i interleave(__m256i a, __m256i b) {
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0xd8);
-    return _mm256_castsi256_si128(bytes);
+  EPCOMM_AVX2 static inline __m256i pack_words(__m256i a, __m256i b) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
   }
 };
 
 struct Float16 : HalvesOf16 {
   static constexpr RowType kType = RowType::kFloat16;
   static constexpr size_t kSize = 2;
+
+  EPCOMM_AVX2 static inline __m256i signs(const std::byte* at) {
+    return _mm256_and_si256(_mm256_srli_epi16(load_bytes(at), 8), _mm256_set1_epi16(0x80));
+  }
 
   EPCOMM_AVX2 static inline Pair load(const std::byte* at) {
     const __m256i codes = load_bytes(at);
@@ -107,6 +112,12 @@ struct Float16 : HalvesOf16 {
 struct Float32 : HalvesOf16 {
   static constexpr RowType kType = RowType::kFloat32;
   static constexpr size_t kSize = 4;
+
+  EPCOMM_AVX2 static inline __m256i signs(const std::byte* at) {
+    const __m256i mask = _mm256_set1_epi32(0x80);
+    return pack_words(_mm256_and_si256(_mm256_srli_epi32(load_bytes(at), 24), mask),
+                      _mm256_and_si256(_mm256_srli_epi32(load_bytes(at + 32), 24), mask));
+  }
 
   EPCOMM_AVX2 static inline Pair load(const std::byte* at) {
     return {_mm256_castsi256_ps(load_bytes(at)), _mm256_castsi256_ps(load_bytes(at + 32))};
@@ -215,28 +226,34 @@ EPCOMM_AVX2_ENTRY void reduce(RowType type, void* out, const void* const* rows,
   }
 }
 
-// f32_to_e4m3 of formats.h in each lane. Magnitudes have no sign bit: signed comparisons serve.
-EPCOMM_AVX2 inline __m256i e4m3_codes(__m256 value) {
-  const __m256i bits = _mm256_castps_si256(value);
-  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
-  const __m256i whole = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
-  const __m256i magnitude = _mm256_min_epi32(whole, _mm256_set1_epi32(0x43e00000));
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(magnitude, 20), _mm256_set1_epi32(1));
-  const __m256i rebias = _mm256_set1_epi32(0x7ffff - (120 << 23));
-  const __m256i normal =
-      _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(magnitude, rebias), odd), 20);
-  // 2^14 has a step of 2^-9, e4m3's least: the addition itself rounds to nearest even.
-  const __m256 small = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_set1_ps(16384.0f));
-  const __m256i subnormal = _mm256_and_si256(_mm256_castps_si256(small), _mm256_set1_epi32(0xf));
-  const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x3c800000), magnitude);
-  const __m256i is_nan = _mm256_cmpgt_epi32(whole, _mm256_set1_epi32(0x7f800000));
-  const __m256i code = _mm256_or_si256(sign, _mm256_blendv_epi8(normal, subnormal, is_small));
-  return _mm256_blendv_epi8(code, _mm256_set1_epi32(0x7f), is_nan);
+// The e4m3 codes of finite magnitudes below 464, plus kCodeBias: a power of two 2^20 times that of
+// the magnitude's leading bit (of 2^-6 below that: e4m3's subnormals) has as its last mantissa bit
+// the value of the code's last bit, so that adding it rounds to nearest even. What the addition
+// leaves in the mantissa is the code's mantissa with its leading one.
+constexpr int kCodeBias = (127 - 6) << 3;
+
+EPCOMM_AVX2 inline __m256i biased_codes(__m256 magnitude) {
+  const __m256i bits = _mm256_castps_si256(magnitude);
+  const __m256i power = _mm256_max_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7f800000)),
+                                         _mm256_set1_epi32((127 - 6) << 23));
+  const __m256i large = _mm256_add_epi32(power, _mm256_set1_epi32(20 << 23));
+  const __m256i sum = _mm256_castps_si256(_mm256_add_ps(magnitude, _mm256_castsi256_ps(large)));
+  return _mm256_add_epi32(_mm256_sub_epi32(sum, large), _mm256_srli_epi32(power, 20));
 }
 
-EPCOMM_AVX2 inline __m256i finite_magnitudes(__m256 value) {
-  const __m256i whole = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0x7fffffff));
-  return _mm256_and_si256(whole, _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f800000), whole));
+EPCOMM_AVX2 inline __m256 absolute(__m256 value) {
+  return _mm256_castsi256_ps(
+      _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0x7fffffff)));
+}
+
+// Codes of 16 columns, one in each word.
+template <typename Format>
+EPCOMM_AVX2 inline __m256i code_words(const std::byte* at, __m256 inverse) {
+  const Pair value = Format::load(at);
+  const __m256i biased =
+      Format::pack_words(biased_codes(_mm256_mul_ps(absolute(value.a), inverse)),
+                         biased_codes(_mm256_mul_ps(absolute(value.b), inverse)));
+  return _mm256_or_si256(_mm256_sub_epi16(biased, _mm256_set1_epi16(kCodeBias)), Format::signs(at));
 }
 
 EPCOMM_AVX2 inline uint32_t largest_lane(__m256i lanes) {
@@ -254,19 +271,27 @@ EPCOMM_AVX2_ENTRY void quantize_row(uint8_t* codes, float* scales, const std::by
   for (; first + kScaleGroup <= n; first += kScaleGroup) {
     const std::byte* at = x + first * Format::kSize;
     __m256i largest = _mm256_setzero_si256();
+#pragma GCC unroll 8
     for (int p = 0; p < kPairs; ++p) {
       const Pair value = Format::load(at + size_t(p) * kColumns * Format::kSize);
-      largest = _mm256_max_epi32(largest, finite_magnitudes(value.a));
-      largest = _mm256_max_epi32(largest, finite_magnitudes(value.b));
+      largest = _mm256_max_epi32(largest, _mm256_castps_si256(absolute(value.a)));
+      largest = _mm256_max_epi32(largest, _mm256_castps_si256(absolute(value.b)));
     }
-    const float scale = group_scale(largest_lane(largest), round_scale);
+    const uint32_t amax = largest_lane(largest);
+    if (amax >= 0x7f800000u) {  // NaN or infinity: rare, and slow is good enough
+      plain_quantize(Format::kType, codes, scales, x, first, first + kScaleGroup, round_scale);
+      continue;
+    }
+    const float scale = group_scale(amax, round_scale);
     scales[first / kScaleGroup] = scale;
     const __m256 inverse = _mm256_set1_ps(inverse_scale(scale));
-    for (int p = 0; p < kPairs; ++p) {
-      const Pair value = Format::load(at + size_t(p) * kColumns * Format::kSize);
-      const __m128i packed = Format::interleave(e4m3_codes(_mm256_mul_ps(value.a, inverse)),
-                                                e4m3_codes(_mm256_mul_ps(value.b, inverse)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + first + size_t(p) * kColumns), packed);
+#pragma GCC unroll 4
+    for (int p = 0; p < kPairs; p += 2) {
+      const std::byte* from = at + size_t(p) * kColumns * Format::kSize;
+      const __m256i low = code_words<Format>(from, inverse);
+      const __m256i high = code_words<Format>(from + kColumns * Format::kSize, inverse);
+      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(low, high), 0xd8);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + first + size_t(p) * kColumns), packed);
     }
   }
   if (first < n) plain_quantize(Format::kType, codes, scales, x, first, n, round_scale);

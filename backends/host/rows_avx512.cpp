@@ -64,16 +64,21 @@ struct Bfloat16 {
     return {_mm512_permutex2var_ps(low, even, high), _mm512_permutex2var_ps(low, odd, high)};
   }
 
-  // One code per 32-bit lane of the pair to 32 adjacent bytes.
-  EPCOMM_AVX512 static inline __m256i interleave(__m512i a, __m512i b) {
-    return _mm512_cvtepi32_epi16(_mm512_or_si512(a, _mm512_slli_epi32(b, 8)));
+  // The low byte of each lane to 32 adjacent bytes, in the order of the columns.
+  EPCOMM_AVX512 static inline __m256i pack_bytes(__m512i a, __m512i b) {
+    const __m512i low = _mm512_and_si512(a, _mm512_set1_epi32(0xff));
+    return _mm512_cvtepi32_epi16(_mm512_or_si512(low, _mm512_slli_epi32(b, 8)));
+  }
+
+  EPCOMM_AVX512 static inline __mmask32 negative(const std::byte* at) {
+    return _mm512_movepi16_mask(_mm512_loadu_si512(at));
   }
 };
 
 struct HalvesOf32 {
   EPCOMM_AVX512 static inline Pair arrange(__m512 low, __m512 high) { return {low, high}; }
 
-  EPCOMM_AVX512 static inline __m256i interleave(__m512i a, __m512i b) {
+  EPCOMM_AVX512 static inline __m256i pack_bytes(__m512i a, __m512i b) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm512_cvtepi32_epi8(a)),
                                    _mm512_cvtepi32_epi8(b), 1);
   }
@@ -82,6 +87,10 @@ struct HalvesOf32 {
 struct Float16 : HalvesOf32 {
   static constexpr RowType kType = RowType::kFloat16;
   static constexpr size_t kSize = 2;
+
+  EPCOMM_AVX512 static inline __mmask32 negative(const std::byte* at) {
+    return _mm512_movepi16_mask(_mm512_loadu_si512(at));
+  }
 
   EPCOMM_AVX512 static inline Pair load(const std::byte* at, __mmask32 mask) {
     const __m512i codes = _mm512_maskz_loadu_epi16(mask, at);
@@ -107,6 +116,11 @@ struct Float16 : HalvesOf32 {
 struct Float32 : HalvesOf32 {
   static constexpr RowType kType = RowType::kFloat32;
   static constexpr size_t kSize = 4;
+
+  EPCOMM_AVX512 static inline __mmask32 negative(const std::byte* at) {
+    return _mm512_movepi32_mask(_mm512_loadu_si512(at)) |
+           __mmask32(_mm512_movepi32_mask(_mm512_loadu_si512(at + 64))) << 16;
+  }
 
   EPCOMM_AVX512 static inline Pair load(const std::byte* at, __mmask32 mask) {
     return {_mm512_maskz_loadu_ps(__mmask16(mask), at),
@@ -226,29 +240,24 @@ EPCOMM_AVX512_ENTRY void reduce(RowType type, void* out, const void* const* rows
   }
 }
 
-// f32_to_e4m3 of formats.h in each lane.
-EPCOMM_AVX512 inline __m512i e4m3_codes(__m512 value) {
-  const __m512i bits = _mm512_castps_si512(value);
-  const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
-  const __m512i whole = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
-  const __m512i magnitude = _mm512_min_epu32(whole, _mm512_set1_epi32(0x43e00000));
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1));
-  const __m512i rebias = _mm512_set1_epi32(0x7ffff - (120 << 23));
-  const __m512i normal =
-      _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(magnitude, rebias), odd), 20);
-  // 2^14 has a step of 2^-9, e4m3's least: the addition itself rounds to nearest even.
-  const __m512 small = _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(16384.0f));
-  const __m512i subnormal = _mm512_and_si512(_mm512_castps_si512(small), _mm512_set1_epi32(0xf));
-  const __mmask16 is_small = _mm512_cmplt_epu32_mask(magnitude, _mm512_set1_epi32(0x3c800000));
-  const __mmask16 is_nan = _mm512_cmpgt_epu32_mask(whole, _mm512_set1_epi32(0x7f800000));
-  const __m512i code = _mm512_or_si512(sign, _mm512_mask_mov_epi32(normal, is_small, subnormal));
-  return _mm512_mask_mov_epi32(code, is_nan, _mm512_set1_epi32(0x7f));
+// The e4m3 codes of finite magnitudes below 464, plus kCodeBias: a power of two 2^20 times that of
+// the magnitude's leading bit (of 2^-6 below that: e4m3's subnormals) has as its last mantissa bit
+// the value of the code's last bit, so that adding it rounds to nearest even. What the addition
+// leaves in the mantissa is the code's mantissa with its leading one.
+constexpr int kCodeBias = (127 - 6) << 3;
+
+EPCOMM_AVX512 inline __m512i biased_codes(__m512 magnitude) {
+  const __m512i bits = _mm512_castps_si512(magnitude);
+  const __m512i power = _mm512_max_epu32(_mm512_and_si512(bits, _mm512_set1_epi32(0x7f800000)),
+                                         _mm512_set1_epi32((127 - 6) << 23));
+  const __m512i large = _mm512_add_epi32(power, _mm512_set1_epi32(20 << 23));
+  const __m512i sum = _mm512_castps_si512(_mm512_add_ps(magnitude, _mm512_castsi512_ps(large)));
+  return _mm512_add_epi32(_mm512_sub_epi32(sum, large), _mm512_srli_epi32(power, 20));
 }
 
-EPCOMM_AVX512 inline __m512i finite_magnitudes(__m512 value) {
-  const __m512i whole = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff));
-  const __mmask16 finite = _mm512_cmplt_epu32_mask(whole, _mm512_set1_epi32(0x7f800000));
-  return _mm512_maskz_mov_epi32(finite, whole);
+EPCOMM_AVX512 inline __m512 absolute(__m512 value) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff)));
 }
 
 template <typename Format>
@@ -257,22 +266,33 @@ EPCOMM_AVX512_ENTRY void quantize_row(uint8_t* codes, float* scales, const std::
   constexpr int kPairs = kScaleGroup / int(kColumns);
   size_t first = 0;
   for (; first + kScaleGroup <= n; first += kScaleGroup) {
+    const std::byte* at = x + first * Format::kSize;
     Pair values[kPairs];
     __m512i largest = _mm512_setzero_si512();
 #pragma GCC unroll 4
     for (int p = 0; p < kPairs; ++p) {
-      values[p] = Format::load(x + (first + size_t(p) * kColumns) * Format::kSize, kAll);
-      largest = _mm512_max_epu32(largest, finite_magnitudes(values[p].a));
-      largest = _mm512_max_epu32(largest, finite_magnitudes(values[p].b));
+      const Pair value = Format::load(at + size_t(p) * kColumns * Format::kSize, kAll);
+      values[p] = {absolute(value.a), absolute(value.b)};
+      largest = _mm512_max_epu32(largest, _mm512_castps_si512(values[p].a));
+      largest = _mm512_max_epu32(largest, _mm512_castps_si512(values[p].b));
     }
-    const float scale = group_scale(_mm512_reduce_max_epu32(largest), round_scale);
+    const uint32_t amax = _mm512_reduce_max_epu32(largest);
+    if (amax >= 0x7f800000u) {  // NaN or infinity: rare, and slow is good enough
+      plain_quantize(Format::kType, codes, scales, x, first, first + kScaleGroup, round_scale);
+      continue;
+    }
+    const float scale = group_scale(amax, round_scale);
     scales[first / kScaleGroup] = scale;
     const __m512 inverse = _mm512_set1_ps(inverse_scale(scale));
 #pragma GCC unroll 4
     for (int p = 0; p < kPairs; ++p) {
-      const __m256i packed = Format::interleave(e4m3_codes(_mm512_mul_ps(values[p].a, inverse)),
-                                                e4m3_codes(_mm512_mul_ps(values[p].b, inverse)));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + first + size_t(p) * kColumns), packed);
+      const __m256i biased = Format::pack_bytes(biased_codes(_mm512_mul_ps(values[p].a, inverse)),
+                                                biased_codes(_mm512_mul_ps(values[p].b, inverse)));
+      const __m256i packed = _mm256_sub_epi8(biased, _mm256_set1_epi8(char(kCodeBias & 0xff)));
+      const __mmask32 negative = Format::negative(at + size_t(p) * kColumns * Format::kSize);
+      _mm256_storeu_si256(
+          reinterpret_cast<__m256i*>(codes + first + size_t(p) * kColumns),
+          _mm256_mask_add_epi8(packed, negative, packed, _mm256_set1_epi8(char(0x80))));
     }
   }
   if (first < n) plain_quantize(Format::kType, codes, scales, x, first, n, round_scale);

@@ -5,8 +5,8 @@
 //   e4m3  fp8 "e4m3fn": bias 7, no infinity, NaN is 0x7f / 0xff, largest finite value 448
 //   e8m0  a power of two, bias 127; 0xff is NaN
 //
-// Everything rounds to nearest even and keeps subnormals. A NaN stays a NaN, and every conversion but
-// bf16 to float32, which only moves bits, makes it quiet.
+// Everything rounds to nearest even and keeps subnormals. A NaN stays a NaN, and every conversion
+// but bf16 to float32, which only moves bits, makes it quiet.
 #pragma once
 
 #include "epcomm/base.h"
@@ -45,8 +45,9 @@ EPCOMM_HD float bf16_to_f32(uint16_t code) { return bits_float(uint32_t(code) <<
 
 EPCOMM_HD uint16_t f32_to_bf16(float value) {
   const uint32_t bits = float_bits(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40u);
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t quiet = (bits >> 16) | 0x40u;
+  return uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);  // no branch: vectorises
 }
 
 // ----------------------------------------------------------------------------------------- f16

@@ -238,7 +238,8 @@ def test_quantize_and_back(kind, dtype, round_scale):
 def test_dequantize_any_strides(form):
     codes = np.arange(256, dtype=np.uint8).reshape(1, 256).repeat(3, axis=0)
     scales = np.array([[1, 0.5], [2, 2.0**-140], [3.4e38, 0.1]], np.float32)
-    want = (codes.view(FP8).astype(np.float32) * np.repeat(scales, 128, axis=1)).astype(np.float16)
+    with np.errstate(over="ignore"):
+        want = (codes.view(FP8).astype(np.float32) * np.repeat(scales, 128, axis=1)).astype(np.float16)
     for x in (codes, codes.view(FP8)):
         got = epcomm.dequantize(arrays.formed(x, form), arrays.formed(scales, form), np.float16)
         oracle.assert_bits(got, want)
