@@ -68,6 +68,10 @@ cdef class Backend:
         if self.impl.get() == NULL:
             raise OutOfMemoryError("no memory for the backend object")
 
+    def __dealloc__(self):
+        with nogil:  # unmapping a large heap takes a while
+            self.impl.reset()
+
     cdef _cpp.HostTransport* transport(self) except NULL:
         cdef _cpp.HostTransport* transport = self.impl.get().host_transport()
         if transport == NULL:

@@ -18,9 +18,11 @@
 namespace epcomm::common {
 namespace {
 
-// Reserved in steps: a step that a signal interrupts is undone whole, and between steps the free
-// memory is looked at again, since other ranks reserve at the same time.
+// Reserved in steps: between them the free memory is looked at again, since other ranks reserve at
+// the same time. A step that a signal interrupts is undone whole, so with a profiler's timer
+// running only small ones come through.
 constexpr uint64_t kStepBytes = uint64_t(64) << 20;
+constexpr uint64_t kSmallestStepBytes = uint64_t(1) << 18;
 constexpr long kTmpfsMagic = 0x01021994;
 
 // A file beyond `ulimit -f` raises SIGXFSZ, which ends a process that does not expect it.
@@ -121,16 +123,21 @@ Status reserve_space(int fd, uint64_t bytes, const std::string& folder) {
     if (space.free_bytes < bytes) return too_little(bytes, space, ENOMEM);
   }
   if (ftruncate(fd, off_t(bytes)) != 0) return refused(errno);
+  uint64_t most = kStepBytes;
   for (uint64_t at = 0; at < bytes;) {
-    const uint64_t step = std::min(bytes - at, kStepBytes);
+    const uint64_t step = std::min(bytes - at, most);
     if (memory && at != 0) {
       const Space space = memory_space();
       if (space.free_bytes < bytes - at) return too_little(bytes, space, ENOMEM);
     }
     const int why = posix_fallocate(fd, off_t(at), off_t(step));
-    if (why == EINTR) continue;
+    if (why == EINTR) {
+      most = std::max(most / 2, kSmallestStepBytes);
+      continue;
+    }
     if (why != 0) return refused(why);
     at += step;
+    most = std::min(most * 2, kStepBytes);
   }
   return {};
 }

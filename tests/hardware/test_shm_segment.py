@@ -84,6 +84,13 @@ def test_space_is_taken_and_the_heap_is_zero():
         assert view.find(b"\1") == -1 and view[: 64 * MIB].count(0) == 64 * MIB
 
 
+def test_a_timer_signal_does_not_starve_the_reservation(worker):
+    """The kernel undoes a reservation that a signal interrupts."""
+    worker.do("signal.signal(signal.SIGALRM, lambda *_: None) and None")
+    worker.do("signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)")
+    worker.do("make({}, 256 << 20)", timeout_s=20)
+
+
 def test_a_memfd_is_sealed():
     held = own_segments()
     backend = _shm.Backend({})
@@ -132,6 +139,30 @@ def test_the_space_goes_with_the_object(small_mount, worker):
     for _ in range(20):  # 20 x 0.5 MiB in 1 MiB
         worker.do("make(options, 1 << 19)", options={"shm_dir": str(small_mount)})
         worker.do("[names.pop('b').close()]")
+
+
+# A private view of /sys/fs/cgroup, both versions: limit 100 MiB, 50 used, of which 20 are droppable file cache.
+GROUP = """
+mount -t tmpfs tmpfs /sys/fs/cgroup && mkdir /sys/fs/cgroup/memory && cd /sys/fs/cgroup || exit 1
+echo 104857600 | tee memory.max >memory/memory.limit_in_bytes
+echo 52428800 | tee memory.current >memory/memory.usage_in_bytes
+printf 'anon 1\\ninactive_file 10485760\\nactive_file 10485760\\n' >memory.stat
+printf 'cache 1\\ntotal_inactive_file 10485760\\ntotal_active_file 10485760\\n' >memory/memory.stat
+exec "$@"
+"""
+
+
+def test_a_memory_control_group_counts():
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs root and unshare")
+    worker = Worker("unshare", "-m", "sh", "-c", GROUP, "sh")
+    try:
+        failure = worker.fails("make({}, 80 << 20)")
+        assert failure.kind == "OutOfMemoryError"
+        assert "73400320 bytes free in memory" in failure.text and "raise the group's limit" in failure.text
+        worker.do("make({}, 8 << 20)")
+    finally:
+        worker.close()
 
 
 @pytest.mark.parametrize("folder, reason", [
