@@ -1,6 +1,7 @@
-// Row loops for AVX2 with F16C. Every function carries its own target, so that the rest of the
-// library runs on any x86-64 and no shared inline function is ever compiled for this set: std
-// templates and the functions of formats.h stay out of the loops.
+// Row loops for AVX2 with F16C. Every function carries its own target instead of a flag for the
+// file: an inline function of a shared header is then never emitted for this set, where the linker
+// could pick that copy for everybody.
+
 #include "host/rows_table.hpp"
 
 #ifdef EPCOMM_ROWS_X86
