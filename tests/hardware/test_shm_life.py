@@ -16,10 +16,11 @@ LEFT, BROKEN, DEAD = 1, 2, 3
 def ranks():
     started = []
 
-    def start(count, options=None):
+    def start(count, options=None, first=None):
+        """`count` connected ranks; `first`: options of rank 0."""
         new = [Worker() for _ in range(count)]
         started.extend(new)
-        connect_all(new, [worker.make(options) for worker in new])
+        connect_all(new, [worker.make((first if worker is new[0] else None) or options) for worker in new])
         return new
 
     yield start
@@ -102,18 +103,20 @@ def test_a_living_peer_may_still_deliver(ranks):
     a.value()
 
 
-def test_the_first_cause_is_named(ranks):
-    """Rank 2 is killed; rank 1 notices, gives up, and exits; rank 0, waiting for rank 1, names rank 2."""
-    for leave in ("b.signal(0, 64, 2)", "(b.signal(0, 64, 2), os._exit(1))"):
-        a, b, c = ranks(3)
-        a.send("b.wait(1, 4096, 1, 20.0)")
-        b.send("b.wait(2, 4096, 1, 20.0)")
-        time.sleep(0.1)
-        killed = c.kill()
-        lost(b, 2, killed)
-        b.send(leave)
-        assert "rank 2 is lost" in lost(a, 2, killed)
-        assert a.do("b.peer_state(1)") in (BROKEN, DEAD)
+@pytest.mark.parametrize("leave", ["b.signal(0, 64, 2)", "(b.signal(0, 64, 2), os._exit(1))"], ids=["stays", "exits"])
+@pytest.mark.parametrize("first", [{}, {"use_pidfd": False}], ids=["pidfd", "polling"])
+def test_the_first_cause_is_named(ranks, leave, first):
+    """Rank 2 is killed; rank 1 notices and gives up; rank 0, waiting for rank 1, names rank 2.
+
+    Also where rank 0 alone would notice the death later than rank 1.
+    """
+    a, b, c = ranks(3, first=first)
+    a.send("b.wait(1, 4096, 1, 20.0)")
+    b.send(f"(catch(b.wait, 2, 4096, 1, 20.0), {leave})")
+    time.sleep(0.1)
+    killed = c.kill()
+    assert "rank 2 is lost" in lost(a, 2, killed)
+    assert a.do("b.peer_state(1)") in (BROKEN, DEAD)
 
 
 def test_a_rank_that_left_and_ended_is_no_loss(ranks):

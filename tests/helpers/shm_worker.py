@@ -117,6 +117,15 @@ def mappings() -> int:
         return sum("epcomm (deleted)" in line or "/epcomm-" in line for line in file)
 
 
+def catch(call: Any, *args: Any) -> Exception | None:
+    """What a call raises."""
+    try:
+        call(*args)
+    except Exception as error:
+        return error
+    return None
+
+
 def num_threads() -> int:
     """Threads of this process, native ones too."""
     return len(os.listdir("/proc/self/task"))
