@@ -73,6 +73,6 @@ def from_status(code: int, text: str, peer: int = -1, sys_errno: int = 0) -> Epc
     if cls is SystemCallError and sys_errno:
         return SystemCallError(sys_errno, text)
     error = cls(text)
-    if cls in (CommTimeoutError, PeerLostError):
+    if isinstance(error, (CommTimeoutError, PeerLostError)):
         error.peer = peer if peer >= 0 else None
     return error
