@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from epcomm.ops import expert_owners
+
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 
 
@@ -68,9 +70,8 @@ class Workload:
 
     @cached_property
     def owner(self) -> np.ndarray:
-        """``[experts]``: the rank of each expert, contiguous, the first ones own one more."""
-        base, more = divmod(self.shape.experts, self.num_ranks)
-        return np.repeat(np.arange(self.num_ranks), [base + (rank < more) for rank in range(self.num_ranks)])
+        """``[experts]``: the rank of each expert."""
+        return np.array(expert_owners(self.shape.experts, self.num_ranks)[0])
 
     def is_at(self, topk_idx: np.ndarray) -> np.ndarray:
         """``[tokens, num_ranks]``: whether the rank holds one of the token's experts."""

@@ -8,6 +8,7 @@ import numpy as np
 import epcomm
 from epcomm._launch import Place
 from epcomm.examples import _moe
+from epcomm.ops import expert_owners
 
 
 class DigitsRank:
@@ -22,7 +23,8 @@ class DigitsRank:
         # The model of one process: all images in one batch, of which this rank checks its own.
         self._wanted = _moe.one_process(x, topk_idx, topk_weights)[mine]
         self._x, self._topk_idx, self._topk_weights = x[mine], topk_idx[mine], topk_weights[mine]
-        self._experts = _moe.owned_experts(place.rank, place.num_ranks)
+        owners, _, _ = expert_owners(_moe.NUM_EXPERTS, place.num_ranks)
+        self._experts = [number for number, rank in enumerate(owners) if rank == place.rank]
         self._picks = np.bincount(topk_idx.ravel(), minlength=_moe.NUM_EXPERTS)  # of all ranks
         self._comm = epcomm.Communicator(
             num_experts=_moe.NUM_EXPERTS,
@@ -50,7 +52,7 @@ class DigitsRank:
             "seconds": np.diff(times).tolist(),
             "rows": len(out.x),
             "bytes": out.x.nbytes,
-            "counts_differ": int((counts != self._picks[list(self._experts)]).sum()),
+            "counts_differ": int((counts != self._picks[self._experts]).sum()),
             # Bits, not values: -0.0 is not 0.0 here.
             "values_differ": int((z.view(np.uint32) != self._wanted.view(np.uint32)).sum()),
         }
@@ -76,7 +78,7 @@ class DigitsRank:
         return {
             "backend": self._comm.backend,
             "images": len(self._x),
-            "experts": list(self._experts),
+            "experts": self._experts,
             "picks": np.bincount(self._topk_idx.ravel(), minlength=_moe.NUM_EXPERTS).tolist(),
             "values": self._wanted.size,
         }

@@ -90,13 +90,6 @@ def one_process(x: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray) -
     return total
 
 
-def owned_experts(rank: int, num_ranks: int) -> range:
-    """Global ids of a rank's experts: contiguous, the first ``NUM_EXPERTS % num_ranks`` ranks own one more."""
-    base, more = divmod(NUM_EXPERTS, num_ranks)
-    first = rank * base + min(rank, more)
-    return range(first, first + base + (rank < more))
-
-
 def owned_images(num_images: int, rank: int, num_ranks: int) -> slice:
     """A rank's share of the data."""
     return slice(rank * num_images // num_ranks, (rank + 1) * num_images // num_ranks)
