@@ -87,8 +87,10 @@ Status Engine::combine(const CombineArgs& args, const CallContext& context) noex
       const int peer = (me + i) % ranks;
       if (record(peer).zero_copy) EPCOMM_RETURN_IF_ERROR(signal_done(peer));
     }
-    // The caller may write its rows again when this call returns: every reader must be done.
-    return zero_copy ? wait_done(context) : Status{};
+    // The caller may write its rows again when this call returns: every reader must be done, and
+    // every put that read them in place.
+    if (zero_copy) return wait_done(context);
+    return in_own_heap(args.x) ? quiet("combine", context) : Status{};
   };
   try {
     status = run();

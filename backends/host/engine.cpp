@@ -351,6 +351,18 @@ Status Engine::wait_credit(const char* operation, int peer, const CallContext& c
               operation, "credit", context);
 }
 
+Status Engine::quiet(const char* operation, const CallContext& context) noexcept {
+  WaitSpec spec{operation, "quiet", options_.timeout_s, context.interrupted,
+                context.interrupted_arg};
+  for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
+    if (transport_->peer_ptr(peer, 0)) continue;
+    for (int channel = 0; channel < options_.shape.num_channels; ++channel) {
+      EPCOMM_RETURN_IF_ERROR(transport_->quiet(peer, channel, spec));
+    }
+  }
+  return {};
+}
+
 Status Engine::for_channels(const CallContext& context,
                             const std::function<Status(int)>& body) noexcept {
   const int channels = options_.shape.num_channels;

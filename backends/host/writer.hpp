@@ -17,7 +17,8 @@ class Writer {
         staging_(staging_offset(layout, shape, channel)),
         staging_bytes_(uint64_t(shape.staging_bytes)),
         spec_(spec),
-        direct_(size_t(shape.num_ranks)) {
+        direct_(size_t(shape.num_ranks)),
+        used_(staging_bytes_) {  // an earlier phase's puts may not have read it yet
     for (int peer = 0; peer < shape.num_ranks; ++peer)
       direct_[size_t(peer)] = transport->peer_ptr(peer, 0);
   }
@@ -31,7 +32,7 @@ class Writer {
     return stage(peer, offset, bytes);
   }
 
-  // Bytes that lie in the own heap already.
+  // Bytes that lie in the own heap already. They may change after quiet() only.
   void put(int peer, uint64_t offset, uint64_t source, uint64_t bytes) {
     if (status_.ok()) status_ = transport_->put(peer, channel_, offset, source, bytes);
   }
@@ -40,6 +41,13 @@ class Writer {
   const Status& flush() {
     for (const Piece& piece : pieces_) put(piece.peer, piece.offset, piece.source, piece.bytes);
     pieces_.clear();
+    return status_;
+  }
+  // What was put has been read from the own heap.
+  const Status& quiet() {
+    for (size_t p = 0; p < direct_.size() && status_.ok(); ++p) {
+      if (!direct_[p]) status_ = transport_->quiet(int(p), channel_, spec_);
+    }
     return status_;
   }
   const Status& status() const { return status_; }
@@ -60,11 +68,8 @@ class Writer {
     if (used_ + bytes > staging_bytes_) {
       flush();
       // The staging area is written again only when the transport has read it.
-      for (size_t p = 0; p < direct_.size() && status_.ok(); ++p) {
-        if (!direct_[p]) status_ = transport_->quiet(int(p), channel_, spec_);
-      }
+      if (!quiet().ok()) return nullptr;
       used_ = 0;
-      if (!status_.ok()) return nullptr;
     }
     const uint64_t source = staging_ + used_;
     used_ += bytes;
@@ -84,7 +89,7 @@ class Writer {
   const WaitSpec spec_;
   std::vector<std::byte*> direct_;
   std::vector<Piece> pieces_;
-  uint64_t used_ = 0;
+  uint64_t used_;
   Status status_;
 };
 
