@@ -153,6 +153,8 @@ def parameters(given: dict[str, Any]) -> dict[str, Any]:
 
 def _listed(value: Any) -> list[Any]:
     try:
+        if getattr(value, "ndim", 1) != 1:
+            raise InvalidArgumentError(f"expert_to_rank has shape {tuple(value.shape)}; allowed: one dimension")
         return list(value)
     except TypeError:
         raise InvalidArgumentError(
@@ -316,6 +318,8 @@ def create(group_like: Any, given: dict[str, Any]) -> Made:
         device = _resolve_device(made)
     except EpcommError as error:
         failure = error
+    except Exception as error:  # of an argument's own methods
+        failure = InvalidArgumentError(f"an argument is not usable: {type(error).__name__}: {error}")
     # A bad argument still takes part, under the default deadline, so that all ranks hear of it.
     timeout_s = made.get("timeout_s", 300.0)
     with bootstrap.connect(group_like, timeout_s=timeout_s) as group:
