@@ -97,7 +97,7 @@ cdef extern from "host/engine.hpp" namespace "epcomm::host" nogil:
         shared_ptr[CRouting] routing
         int slot, lease_slot
         uint64_t wire_row_bytes, wire_scale_bytes
-        cbool bad_pick
+        string bad_pick
 
     cppclass DispatchOutputs:
         char* x
@@ -340,7 +340,8 @@ cdef class Call:
 
     @property
     def bad_pick(self):
-        return self.call.bad_pick
+        """Capacity mode: what is to be said of the first id that was taken as -1; empty if there was none."""
+        return self.call.bad_pick.decode()
 
     def lease(self):
         """(lease, address of x, address of scales) where the result is a view of the heap, else None."""

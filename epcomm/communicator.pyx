@@ -651,8 +651,7 @@ class Communicator:
         deferred = None
         if call.bad_pick:
             error = InvalidArgumentError(
-                f"dispatch: topk_idx of call {call.routing.generation} (capacity mode) held an id outside -1 to "
-                f"{self._made.parameters['num_experts'] - 1}; it counted as -1")
+                f"{call.bad_pick}; it counted as -1 in call {call.routing.generation}, which has a capacity")
             self._deferred = error
 
             def deferred():

@@ -44,9 +44,12 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
       routing->ids.resize(size_t(args.x.num_rows) * size_t(shape.num_topk));
       BadPick bad{};
       if (!read_ids(args.ids, experts, args.capacity >= 0, routing->ids.data(), &bad)) {
-        call->bad_pick = args.capacity >= 0;
-        if (!call->bad_pick)
-          entry.status = outside("topk_idx", bad.token, bad.slot, bad.value, experts);
+        const Status told = outside("topk_idx", bad.token, bad.slot, bad.value, experts);
+        if (args.capacity >= 0) {
+          call->bad_pick = told.text;
+        } else {
+          entry.status = told;
+        }
       }
       if (entry.status.ok()) {
         entry.status = make_send_lists(routing->ids.data(), routing->num_tokens, shape.num_topk,

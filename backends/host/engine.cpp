@@ -24,19 +24,10 @@ const char* op_name(int64_t op) {
 }
 
 const char* const kTermNames[kNumTerms] = {
-    "the call",
-    "layout",
-    "expert_alignment",
-    "capacity",
-    "dtype",
-    "row bytes",
-    "scales bytes",
-    "scales dtype",
-    "quantize",
-    "topk_weights",
-    "topk_weights carried back",
+    "the call",     "handle",       "layout",       "expert_alignment",
+    "capacity",     "quantize",     "dtype",        "row bytes",
+    "scales bytes", "scales dtype", "topk_weights", "topk_weights carried back",
     "exact_order",
-    "handle",
 };
 
 }  // namespace

@@ -72,7 +72,7 @@ struct DispatchCall {
   int lease_slot = -1;  // the slot that x is a view of; -1: copied
   uint64_t wire_row_bytes = 0, wire_scale_bytes = 0;
   std::vector<int> peer_slot;  // [rank]
-  bool bad_pick = false;       // capacity mode: a bad id was taken as -1
+  std::string bad_pick;        // capacity mode: what it says of the first id that was taken as -1
 };
 
 // Where the caller wants the results; null: not wanted.

@@ -17,18 +17,18 @@ enum class RowLayout : int32_t { kRank = 0, kExpert = 1 };
 // value; nothing moves.
 enum Term : int32_t {
   kTermOp = 0,
+  kTermHandle,  // generation of the handle, 0: none; before what follows from it
   kTermLayout,
   kTermAlignment,
   kTermCapacity,  // -1: none
+  kTermQuantize,  // 0 none, 1 fp8, 2 fp8 with scales rounded up; before what follows from it
   kTermDtype,     // index into the engine's dtype names
   kTermRowBytes,
   kTermScaleBytes,
   kTermScaleDtype,  // -1: none
-  kTermQuantize,    // 0 none, 1 fp8, 2 fp8 with scales rounded up to powers of two
   kTermWeights,     // dispatch: given; combine: multiplied
   kTermCarried,     // combine: topk_weights carried back
   kTermExactOrder,
-  kTermHandle,  // generation of the handle, 0: none
   kNumTerms,
 };
 
