@@ -13,7 +13,9 @@ DTYPES = {
 }
 
 
-def test_kinds(ranks, kind):
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_kinds(pools, backend, num, kind):
+    ranks = pools.get(num, backend)
     programs = []
     for dtype in DTYPES[kind]:
         for layout in ("rank", "expert"):

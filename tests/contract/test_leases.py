@@ -112,7 +112,7 @@ def views_keep_the_lease(context):
     """The lease ends when the *last* array over it dies, however it was derived."""
     with context.comm(**COMM, num_slots=1) as comm:
         out = comm.dispatch(rows_for(context, 0), IDX)
-        view = out.x[1:, ::2][:, 1:].reshape(-1)
+        view = out.x[1:, ::2][:, 1:].T
         want = np.array(view)
         del out
         gc.collect()

@@ -54,19 +54,19 @@ BAD_X = [
     ("x", None, "x"),
     ("x", "rows", "x"),
     ("x", 3.5, "x"),
-    ("x", lambda b: b.x[0], "1"),
-    ("x", lambda b: b.x[None], "3"),
+    ("x", lambda b: b.x[0], "(16,)"),
+    ("x", lambda b: b.x[None], "(1, 5, 16)"),
     ("x", lambda b: b.x.astype(np.float64), "float64"),
     ("x", lambda b: b.x.astype(np.complex64), "complex64"),
     ("x", lambda b: b.x.astype(object), "x"),
     ("x", lambda b: b.x.astype(">f4"), "x"),
-    ("x", lambda b: np.zeros((TOKENS, SHAPE["hidden"] + 1), np.float32), "17"),
     ("x", lambda b: arrays.DLPackExporter(b.x, device_type=2), "device"),
     ("x", lambda b: arrays.FakeCuda(b.x), "device"),
 ]
 
 BAD_DISPATCH = [
     *BAD_X,
+    ("x", lambda b: np.zeros((TOKENS, 17), np.float32), "68 bytes; allowed: at most 64"),
     ("x", lambda b: b.x[:-1], str(TOKENS - 1)),
     ("topk_idx", MISSING, "topk_idx"),
     ("topk_idx", "ids", "topk_idx"),
@@ -115,18 +115,22 @@ BAD_DISPATCH = [
     ("num_sms", "2", "2"),
     ("num_sms", 1.5, "1.5"),
     ("stream", "side", "stream"),
-    ("stream", object, "stream"),
+    ("stream", lambda b: object(), "stream"),
     ("async_op", "yes", "async_op"),
 ]  # fmt: skip
 
 # (arguments that change together, text): what no single value shows.
 BAD_DISPATCH_PAIRS = [
     (lambda b: {"handle": b.rank_out.handle}, "handle"),  # both
-    (lambda b: {"handle": "h", "topk_idx": None}, "handle"),
-    (lambda b: {"handle": 5, "topk_idx": None}, "handle"),
-    (lambda b: {"handle": b.closed, "topk_idx": None}, "handle"),
-    (lambda b: {"handle": b.foreign, "topk_idx": None}, "handle"),
-    (lambda b: {"handle": b.rank_out.handle, "topk_idx": None, "x": b.x[:-1]}, "x"),
+    *[((lambda b, make=make: {"handle": make(b), "topk_idx": None, "topk_weights": None}), text) for make, text in (
+        (lambda b: "h", "handle is of type str"),
+        (lambda b: 5, "handle is of type int"),
+        (lambda b: b.rank_out, "handle is of type Dispatched"),
+        (lambda b: b.closed, "handle is closed"),
+        (lambda b: b.foreign, "another communicator"),
+    )],
+    (lambda b: {"handle": b.rank_out.handle, "topk_idx": None, "topk_weights": None, "x": b.x[:-1]}, "4 rows"),
+    (lambda b: {"handle": b.rank_out.handle, "topk_idx": None}, "topk_weights"),
     (lambda b: {"quantize": "fp8", "x": b.x.view(np.uint32)}, "quantize"),
     (lambda b: {"quantize": "fp8", "scales": b.x[:, :1]}, "scales"),
     (lambda b: {"x": np.zeros((9, 16), np.float32), "topk_idx": np.zeros((9, 2), np.int64), "topk_weights": None},
@@ -135,6 +139,7 @@ BAD_DISPATCH_PAIRS = [
 
 BAD_COMBINE = [
     *BAD_X,
+    ("x", lambda b: np.zeros((len(b.expert_out.x), 17), np.float32), "68 bytes; allowed: at most 64"),
     ("x", lambda b: np.zeros((b.expert_out.x.shape[0] + 1, 16), np.float32), "x"),
     ("x", lambda b: np.zeros((max(0, b.expert_out.x.shape[0] - 1), 16), np.float32), "x"),
     ("x", lambda b: np.zeros(b.expert_out.x.shape, np.int32), "int32"),
@@ -144,8 +149,8 @@ BAD_COMBINE = [
     ("handle", 5, "handle"),
     ("handle", lambda b: b.expert_out, "handle"),
     ("handle", lambda b: b.idx, "handle"),
-    ("handle", lambda b: b.closed, "handle"),
-    ("handle", lambda b: b.foreign, "handle"),
+    ("handle", lambda b: b.closed, "closed"),
+    ("handle", lambda b: b.foreign, "another communicator"),
     ("apply_weights", "yes", "apply_weights"),
     ("apply_weights", 2, "apply_weights"),
     ("topk_weights", "w", "topk_weights"),
@@ -208,9 +213,9 @@ BAD_CREATION = [
     ("options", {"no_such_option": 1}, "no_such_option"),
     ("options", "node_id=1", "options"),
     ("options", 5, "options"),
-    ("group", "world", "group"),
-    ("group", 5, "group"),
 ]
+
+BAD_GROUPS = ["world", 5, [0, 1], object]
 
 BAD_ENVIRONMENT = [
     ("EPCOMM_TIMEOUT_S", "abc", "EPCOMM_TIMEOUT_S"),

@@ -37,7 +37,9 @@ class RankError(AssertionError):
         self.reports = reports
         lines = [headline]
         for rank, report in enumerate(reports):
-            lines.append(f"--- rank {rank}: {'fine' if report is None else report}")
+            first = reports.index(report)
+            text = "fine" if report is None else report if first == rank else f"the same as rank {first}"
+            lines.append(f"--- rank {rank}: {text}")
         super().__init__("\n".join(lines))
 
 
