@@ -41,6 +41,7 @@ CAPS = ("host_put", "device_put", "peer_load_store", "intra_node", "inter_node",
 
 _OPTIONS = ("num_threads", "node_id", "shm_dir", "push_only", "spin_us", "use_pidfd")
 _MAX_INT = (1 << 31) - 1
+_MAX_EXPERTS = 1 << 20  # owners are listed per expert, and entry records grow with them
 # What must be equal on all ranks; the rest is each rank's own business.
 _SHARED = ("num_experts", "num_topk", "hidden", "max_tokens_per_rank", "max_recv_tokens", "low_latency_max_tokens",
            "num_slots", "dtype", "expert_to_rank", "num_channels", "backend", "device kind")  # fmt: skip
@@ -90,7 +91,7 @@ def wanted_backends(request: Any, source: str) -> tuple[str, ...] | None:
 def parameters(given: dict[str, Any]) -> dict[str, Any]:
     """Checked constructor arguments; what depends on the number of ranks is left as it was given."""
     made = dict(given)
-    experts = made["num_experts"] = _integer("num_experts", given["num_experts"], 1)
+    experts = made["num_experts"] = _integer("num_experts", given["num_experts"], 1, _MAX_EXPERTS)
     made["num_topk"] = _integer("num_topk", given["num_topk"], 1, experts)
     made["hidden"] = _integer("hidden", given["hidden"], 1)
     made["max_tokens_per_rank"] = _integer("max_tokens_per_rank", given["max_tokens_per_rank"], 1)
