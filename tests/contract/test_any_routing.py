@@ -30,7 +30,12 @@ def programs(draw):
         idx_dtype=draw(st.sampled_from(["int32", "int64"])),
         seed=draw(st.integers(0, 2**16)),
     )
-    program = Program(spec, num_slots=draw(st.integers(1, 3)), num_channels=draw(st.sampled_from([None, 1, 2, 3])))
+    program = Program(
+        spec,
+        num_slots=draw(st.integers(1, 3)),
+        num_channels=draw(st.sampled_from([None, 1, 2, 3])),
+        max_recv_tokens=draw(st.sampled_from([None, 300])),
+    )
     for number in range(draw(st.integers(1, 4))):
         inputs = []
         for one in spec.inputs(number):
@@ -53,6 +58,7 @@ def programs(draw):
             capacity=draw(st.none() | st.integers(0, 30)),
             copy=draw(st.sampled_from([None, True])),
             async_op=draw(st.booleans()),
+            num_sms=draw(st.sampled_from([None, 1, 2])),
         )
         if draw(st.booleans()):
             program.again(f"{key}h", key)

@@ -7,6 +7,8 @@ from helpers import cases
 from helpers.cases import Program, Spec
 from helpers.oracle import assert_bits
 
+import epcomm
+
 
 def test_async_programs(ranks):
     programs = []
@@ -117,3 +119,28 @@ def dropped(context):
 
 def test_events_and_inputs_may_be_dropped(three):
     three.run(dropped)
+
+
+def fails_later(context):
+    """What a call in flight finds is raised by its event, on all ranks; the next call is right."""
+    with context.comm(num_experts=4, num_topk=1, hidden=8, max_tokens_per_rank=4, dtype="float32") as comm:
+        x, idx = np.ones((4, 8), np.float32), np.arange(4).reshape(4, 1)
+        out = comm.dispatch(x, idx, np.full((4, 1), 2, np.float32), layout="expert")
+        texts = []
+        for repeat in range(3):
+            result = comm.combine(out.x, out.handle, apply_weights=context.rank == 0, async_op=True)
+            if repeat == 1:
+                comm.barrier()  # another call in between does not swallow it
+            try:
+                result.event.wait()
+            except epcomm.InvalidArgumentError as error:
+                texts.append(str(error))
+            assert result.event.done()
+            assert_bits(comm.combine(out.x, out.handle).x, x + x)
+        return texts
+
+
+def test_a_difference_between_ranks_is_raised_by_the_event(three):
+    answers = three.run(fails_later)
+    assert all(len(texts) == 3 and "topk_weights" in texts[0] for texts in answers), answers
+    assert all(texts == answers[0] for texts in answers)

@@ -59,8 +59,10 @@ def test_owners(ranks):
 @pytest.mark.parametrize("alignment", [1, 4, 16, 128])
 def test_alignment(ranks, alignment):
     programs = []
-    for tokens in (17, (0, 3, 40), 0):
-        program = Program(Spec(ranks.num_ranks, 6, 2, hidden=32, tokens=tokens))
+    # Few rows allowed: padded results do not fit in a slot and are copies; many: they are views.
+    for tokens, max_recv_tokens in ((17, None), ((0, 3, 40), None), ((0, 3, 40), 2000), (0, 2000)):
+        spec = Spec(ranks.num_ranks, 6, 2, hidden=32, tokens=tokens)
+        program = Program(spec, max_recv_tokens=max_recv_tokens)
         for key in "abc":  # different rows: padding must be zero though the memory was used before
             program.dispatch(key, layout="expert", expert_alignment=alignment)
             program.drop(key)
@@ -189,3 +191,20 @@ def test_memory_forms(ranks, form):
                 program.combine("e", form=form, carried=True, bias="float32")
             programs.append(program)
     cases.run(ranks, programs)
+
+
+def test_megabytes(pools, backend):
+    """Large calls may take another path past the caches: odd row widths, every layout."""
+    programs = []
+    for hidden, dtype, num_topk in ((4095, "bfloat16", 3), (2880, "float32", 2), (4096, "float16", 2)):
+        program = Program(Spec(2, 6, num_topk, hidden=hidden, dtype=dtype, tokens=(400, 371), routing="full"))
+        program.dispatch("r")
+        program.combine("r")
+        program.combine("r", source="leased", bias="row")
+        program.dispatch("e", expert_alignment=4, **EXPERT)
+        program.combine("e")
+        program.combine("e", exact_order=True)
+        program.dispatch("c", copy=True)
+        program.dispatch("q", quantize="fp8")
+        programs.append(program)
+    cases.run(pools.get(2, backend), programs)

@@ -235,6 +235,28 @@ def test_call_mismatches_are_one_error_that_lists_values(pools, backend, num):
     assert not wrong, "\n".join(wrong)
 
 
+def absurd_sizes(context):
+    """Sizes that no machine has, and whose products pass 2^63, are typed errors before anything is reserved."""
+    most = 2**31 - 1
+    seen = []
+    for changed in (
+        {"hidden": most, "max_tokens_per_rank": most},
+        {"max_tokens_per_rank": most, "max_recv_tokens": most},
+        {"hidden": most, "max_tokens_per_rank": most, "max_recv_tokens": most, "num_slots": 64},
+        {"num_experts": 2**20, "num_topk": 2**20, "max_tokens_per_rank": most},
+        {"hidden": most, "max_tokens_per_rank": 2**20},
+    ):
+        seen.append(outcome(lambda changed=changed: context.comm(**{**SHAPE, **changed})))
+    good_creation(context)
+    return seen
+
+
+def test_absurd_sizes_are_typed_errors(two):
+    for seen in two.run(absurd_sizes):
+        names = {one and one[0] for one in seen}
+        assert names <= {"InvalidArgumentError", "OutOfMemoryError"}, seen
+
+
 def too_many_rows(context):
     """More rows than `max_recv_tokens`: one error on all ranks with both numbers."""
     with context.comm(**SHAPE, max_recv_tokens=7) as comm:

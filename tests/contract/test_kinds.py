@@ -5,6 +5,8 @@ import pytest
 from helpers import arrays, cases
 from helpers.cases import Program, Spec
 
+import epcomm
+
 DTYPES = {
     "numpy": ("bfloat16", "float32", "float16", "float8_e4m3fn", "int16"),
     "torch": ("bfloat16", "float32", "float16", "float8_e4m3fn", "int16"),
@@ -88,3 +90,33 @@ def test_torch_writes_into_the_lease(two):
     if reason:
         pytest.skip(reason)
     two.run(write_through)
+
+
+def gradients_are_not_lost(context):
+    import torch
+
+    with context.comm(num_experts=4, num_topk=1, hidden=8, max_tokens_per_rank=8, dtype="float32") as comm:
+        idx = torch.arange(4).reshape(4, 1)
+        x, weights = torch.ones(4, 8), torch.ones(4, 1)
+        out = comm.dispatch(x, idx, weights)
+        texts = []
+        for call in (
+            lambda: comm.dispatch(x.clone().requires_grad_(), idx),
+            lambda: comm.dispatch(x, idx, weights.clone().requires_grad_()),
+            lambda: comm.combine(out.x.clone().requires_grad_(), out.handle),
+        ):
+            try:
+                call()
+            except epcomm.InvalidArgumentError as error:
+                texts.append(str(error))
+        with torch.no_grad():
+            assert torch.equal(comm.combine(comm.dispatch(x, idx).x, out.handle).x, x)
+        return texts
+
+
+def test_arrays_that_require_grad_are_refused(two):
+    reason = arrays.why_not("torch")
+    if reason:
+        pytest.skip(reason)
+    for texts in two.run(gradients_are_not_lost):
+        assert len(texts) == 3 and all("grad" in text for text in texts), texts

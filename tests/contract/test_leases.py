@@ -174,3 +174,32 @@ def many_buffers(context):
 
 def test_combine_buffer_is_not_overwritten(two):
     two.run(many_buffers)
+
+
+def expert_layout_leases(context):
+    """Expert layout too gives views while slots are free and large enough, and says so when not."""
+    idx = np.tile(np.arange(8), (8, 1))  # every token to every expert: more rows than a slot holds
+    shape = {**COMM, "num_topk": 8}
+    with context.comm(**shape, max_recv_tokens=600) as comm:
+        for number in range(4):
+            out = comm.dispatch(rows_for(context, number), idx, layout="expert", copy=False)
+            assert comm.stats()["copies"] == 0
+            z = comm.combine(out.x, out.handle).x
+            assert_bits(z, rows_for(context, number) * np.float32(8), "z")
+            del out
+    with context.comm(**shape) as comm:
+        text = None
+        try:
+            comm.dispatch(rows_for(context, 0), idx, layout="expert", copy=False)
+        except epcomm.UnsupportedError as error:
+            text = str(error)
+        out = comm.dispatch(rows_for(context, 1), idx, layout="expert")
+        assert_bits(comm.combine(out.x, out.handle).x, rows_for(context, 1) * np.float32(8), "z")
+        return text
+
+
+def test_leases_of_expert_layout(ranks):
+    texts = ranks.run(expert_layout_leases)
+    assert all(text is None or "copy=False" in text for text in texts), texts
+    if ranks.num_ranks <= 2:  # four experts or more per rank: more rows than a slot holds
+        assert all(texts), texts

@@ -170,6 +170,9 @@ BAD_COMBINE = [
     ("out", lambda b: np.zeros((TOKENS, 17), np.float32), "out"),
     ("out", lambda b: np.zeros((TOKENS, 16), np.float16), "float16"),
     ("out", lambda b: arrays.formed(np.zeros((TOKENS, 16), np.float32), "readonly"), "out"),
+    ("out", lambda b: arrays.formed(np.ones((TOKENS, 16), np.float32), "columns"), "out"),
+    ("out", lambda b: np.broadcast_to(np.zeros((1, 16), np.float32), (TOKENS, 16)), "out"),
+    ("out", lambda b: b.expert_out.x[:TOKENS], "overlaps"),
     ("out", lambda b: arrays.DLPackExporter(np.zeros((TOKENS, 16), np.float32), device_type=2), "device"),
     ("num_sms", 0, "0"),
     ("num_sms", -1, "-1"),
@@ -188,7 +191,7 @@ BAD_COMBINE_PAIRS = [
 ]  # fmt: skip
 
 BAD_CREATION = [
-    *[("num_experts", value, str(value)) for value in (0, -1, "8", 1.5, None, 2**40)],
+    *[("num_experts", value, str(value)) for value in (0, -1, "8", 1.5, None, 2**31 - 1, 2**40)],
     *[("num_topk", value, str(value)) for value in (0, -1, 7, "2", None, 1.5)],
     *[("hidden", value, str(value)) for value in (0, -1, "16", None, 1.5, 2**40)],
     *[("max_tokens_per_rank", value, str(value)) for value in (-1, "8", None, 1.5, 2**62)],
