@@ -90,7 +90,7 @@ Status Engine::combine(const CombineArgs& args, const CallContext& context) noex
     // The caller may write its rows again when this call returns: every reader must be done, and
     // every put that read them in place.
     if (zero_copy) return wait_done(context);
-    return in_own_heap(args.x) ? quiet("combine", context) : Status{};
+    return in_own_heap(args.x) ? quiet("combine", context, options_.timeout_s) : Status{};
   };
   try {
     status = run();

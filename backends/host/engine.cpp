@@ -342,9 +342,8 @@ Status Engine::wait_credit(const char* operation, int peer, const CallContext& c
               operation, "credit", context);
 }
 
-Status Engine::quiet(const char* operation, const CallContext& context) noexcept {
-  WaitSpec spec{operation, "quiet", options_.timeout_s, context.interrupted,
-                context.interrupted_arg};
+Status Engine::quiet(const char* operation, const CallContext& context, double timeout_s) noexcept {
+  WaitSpec spec{operation, "quiet", timeout_s, context.interrupted, context.interrupted_arg};
   for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
     if (transport_->peer_ptr(peer, 0)) continue;
     for (int channel = 0; channel < options_.shape.num_channels; ++channel) {
@@ -380,6 +379,12 @@ void Engine::for_ranges(int64_t count, const CallContext& context,
 void Engine::leave(PeerState state) noexcept {
   if (left_) return;
   left_ = true;
+  // The word travels on one channel; what this rank sent on others must not come behind it, or a
+  // peer still in its last call would take it for lost. Bounded: a destructor may be the caller.
+  constexpr double kDrainSeconds = 10;
+  if (state == PeerState::kLeft && broken_.ok()) {
+    (void)quiet("close", {}, std::min(options_.timeout_s, kDrainSeconds));
+  }
   for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
     if (peer != options_.rank)
       (void)transport_->signal(peer, 0, state_word(layout_, options_.rank), uint64_t(state));

@@ -184,7 +184,7 @@ class Engine {
   static bool bulk(uint64_t bytes) noexcept { return bytes >= kBulkBytes; }
   static constexpr uint64_t kBulkBytes = uint64_t(2) << 20;
   // What any channel put has left this rank's memory.
-  Status quiet(const char* operation, const CallContext& context) noexcept;
+  Status quiet(const char* operation, const CallContext& context, double timeout_s) noexcept;
   // First failed status of a loop over channels.
   Status for_channels(const CallContext& context, const std::function<Status(int)>& body) noexcept;
   void for_ranges(int64_t count, const CallContext& context,

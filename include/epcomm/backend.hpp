@@ -80,7 +80,8 @@ class HostTransport {
     return signal(peer, channel, word, add);
   }
 
-  // All puts of this channel to the peer have left their source.
+  // All puts and signals of this channel to the peer have been carried out: their sources may be
+  // reused, and nothing sent later, on any channel, arrives before them.
   virtual Status quiet(int peer, int channel, const WaitSpec& spec) noexcept = 0;
 
   // Until the own heap's word >= value (acquire), or the deadline, or the peer is gone. What had
