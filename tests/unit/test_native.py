@@ -1,0 +1,87 @@
+"""Builds and runs the native programs, plain and under each sanitizer that this machine has."""
+
+import subprocess
+
+import pytest
+from helpers.native import build, check, run
+
+# The random parts at their usual size take seconds; building takes a minute per sanitizer, once.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", params=list(build.OPTIMISE), ids=lambda name: name or "plain")
+def sanitize(request):
+    """Each way to build; one that is not to be had here is a skip with the compiler's reason."""
+    reason = build.missing_sanitizer(request.param)
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
+def test_heap(sanitize):
+    check("heap_test", sanitize)
+
+
+def test_formats(sanitize):
+    check("formats_test", sanitize)
+
+
+@pytest.mark.parametrize("over", ["direct", "far", "mixed", "shm"])
+def test_engine(sanitize, over):
+    """Plain loops under the sanitizers: they do not see what vector instructions touch."""
+    isa = ["--isa", "plain"] if sanitize else []
+    output = check("engine_test", sanitize, "--over", over, "--programs", "40", *isa)
+    assert "40 programs, 1600 calls, all as the oracle says" in output
+
+
+def test_engine_with_the_loops_of_this_machine(sanitize):
+    check("engine_test", sanitize, "--programs", "20", "--seed", "1000")
+
+
+def test_engine_with_slow_links(sanitize):
+    check("engine_test", sanitize, "--over", "far", "--programs", "6", "--delay-us", "400", "--seed", "2000")
+
+
+def test_faults(sanitize):
+    check("faults_test", sanitize)
+
+
+def test_shm(sanitize):
+    check("shm_test", sanitize)
+
+
+@pytest.mark.parametrize(("over", "plant"), [("far", "overtake"), ("far", "no-quiet"), ("mixed", "overtake")])
+def test_a_planted_mistake_of_the_transport_is_found(over, plant):
+    """The oracle sees rows that came late or from memory that was reused."""
+    status, output = run("engine_test", "", "--over", over, "--plant", plant, "--programs", "40")
+    assert status == 1, output[-2000:]
+    assert "is false" in output
+
+
+def test_a_planted_data_race_is_found():
+    """ThreadSanitizer sees that nothing orders the rows before their signal."""
+    reason = build.missing_sanitizer("thread")
+    if reason:
+        pytest.skip(reason)
+    status, output = run("engine_test", "thread", "--over", "direct", "--plant", "unordered", "--isa", "plain",
+                         "--programs", "40")
+    assert status != 0
+    assert "WARNING: ThreadSanitizer: data race" in output
+
+
+def test_the_cache_sees_every_change(tmp_path, monkeypatch):
+    """A changed header or source makes a new object; nothing changed makes none."""
+    for folder in build.HEADER_FOLDERS:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    header, source = tmp_path / "include" / "answer.h", tmp_path / "tests" / "native" / "probe.cpp"
+    header.write_text("constexpr int kAnswer = 3;\n")
+    source.write_text('#include "answer.h"\nint main() { return kAnswer; }\n')
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "PROGRAMS", {"probe": []})
+    first = build.build("probe")
+    assert build.build("probe") == first
+    assert subprocess.run([str(first)]).returncode == 3
+    header.write_text("constexpr int kAnswer = 4;\n")
+    second = build.build("probe")
+    assert second != first
+    assert subprocess.run([str(second)]).returncode == 4
