@@ -70,6 +70,7 @@ VARIABLES = (
     Variable("EPCOMM_NUM_THREADS", _integer(1, 256), None, "host threads per rank; default cores / local ranks"),
     Variable("EPCOMM_HOST_ISA", _choice("avx512", "avx2", "plain"), None, "instruction set of the host loops"),
     Variable("EPCOMM_SHM_DIR", _text, None, "folder for shared segments where memfd is not wanted, such as /dev/shm"),
+    Variable("EPCOMM_CACHE_DIR", _text, "~/.cache/epcomm", "folder of compiled kernels; nobody else may enter it"),
     Variable("EPCOMM_LOG", _choice("debug", "info", "warning", "error"), "warning", "level of the `epcomm` logger"),
 )
 # Set by launchers, not by users: they say which rank this is and where rank 0 can be met.

@@ -39,6 +39,12 @@ def _need(name, reason):
     pytest.skip(reason)
 
 
+@pytest.fixture(scope="session")
+def need():
+    """``need(name, reason)``: skip, or fail where EPCOMM_TEST_REQUIRE has the name; no reason, nothing happens."""
+    return _need
+
+
 @pytest.fixture(scope="session", params=_backends(), ids=lambda row: row[0])
 def backend(request):
     """Name of each backend that this machine can load."""
