@@ -17,8 +17,8 @@ MAX_RANKS = 65536
 def seconds(name: str, value: Any) -> float:
     """A positive, finite number of seconds, at most ten days."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0 < number <= 864_000:
         raise InvalidArgumentError(f"{name}={value!r}: expected seconds, more than 0 and at most 864000 (ten days)")

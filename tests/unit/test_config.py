@@ -21,7 +21,7 @@ def test_timeouts_out_of_range_are_refused(text):
     assert "EPCOMM_TIMEOUT_S" in message and repr(text) in message and "864000" in message
 
 
-@pytest.mark.parametrize("value", [0, -1, "abc", None, math.nan, math.inf, 1e12])
+@pytest.mark.parametrize("value", [0, -1, "abc", "", None, True, False, [], {}, 1j, math.nan, math.inf, 1e12, 10**400])
 def test_timeouts_given_as_arguments_are_checked_alike(value):
     with pytest.raises(InvalidArgumentError, match="timeout_s"):
         config.seconds("timeout_s", value)
