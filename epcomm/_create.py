@@ -21,6 +21,7 @@ from epcomm.errors import (
     EpcommError,
     InternalError,
     InvalidArgumentError,
+    OutOfMemoryError,
     UnsupportedError,
     code_of,
     from_status,
@@ -42,6 +43,7 @@ CAPS = ("host_put", "device_put", "peer_load_store", "intra_node", "inter_node",
 _OPTIONS = ("num_threads", "node_id", "shm_dir", "push_only", "spin_us", "use_pidfd")
 _MAX_INT = (1 << 31) - 1
 _MAX_EXPERTS = 1 << 20  # owners are listed per expert, and entry records grow with them
+_MAX_HEAP_BYTES = 1 << 62  # 64-bit offsets, with room for the arithmetic
 # What must be equal on all ranks; the rest is each rank's own business.
 _SHARED = ("num_experts", "num_topk", "hidden", "max_tokens_per_rank", "max_recv_tokens", "low_latency_max_tokens",
            "num_slots", "dtype", "expert_to_rank", "num_channels", "backend", "device kind")  # fmt: skip
@@ -176,6 +178,14 @@ def heap_shape(made: dict[str, Any], num_ranks: int, num_channels: int, load_sto
     max_recv = made["max_recv_tokens"]
     if max_recv is None:
         max_recv = num_ranks * made["max_tokens_per_rank"]
+    rows = max(max_recv, made["max_tokens_per_rank"] * min(num_ranks, made["num_topk"]), made["num_topk"])
+    row = row_bytes + scale_bytes + 8 * made["num_topk"] + 4
+    if rows * row * (made["num_slots"] + 1) > _MAX_HEAP_BYTES:
+        raise OutOfMemoryError(
+            f"the heap of one rank: {rows * row * (made['num_slots'] + 1)} bytes asked ({rows} rows of {row} bytes, "
+            f"num_slots + 1 = {made['num_slots'] + 1} times), {_MAX_HEAP_BYTES} can be addressed; lower "
+            "max_recv_tokens, max_tokens_per_rank or hidden"
+        )
     staging = 0 if load_store else max(1 << 20, 4 * (row_bytes + scale_bytes), 4096 + 8 * (num_ranks + max(local)))
     return {
         "num_ranks": num_ranks,
@@ -352,9 +362,8 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
     refused: list[str] = []
     for name in mine["viable"]:
         reasons = [f"rank {r}: {t['viable'][name]}" for r, t in enumerate(told) if t["viable"][name] is not None]
-        nodes = sorted({str(t["node_id"]) for t in told})
-        if not reasons and len(nodes) > 1 and name == "shm":
-            reasons = [f"ranks are in different nodes ({', '.join(nodes)})"]
+        if not reasons and name == "shm":
+            reasons = _other_nodes([told_rank["node_id"] for told_rank in told])
         if reasons:
             log.info("backend %s refused: %s", name, "; ".join(reasons))
             refused.append(f"{name}: {'; '.join(reasons[:8])}")
@@ -372,6 +381,17 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
         log.info("backend %s refused: %s", name, "; ".join(reasons))
         refused.append(f"{name}: {'; '.join(reasons[:8])}")
     raise BackendUnavailableError("no backend works between all ranks: " + "; ".join(refused))
+
+
+def _other_nodes(node_ids: list[str | None]) -> list[str]:
+    """Why these ranks may not share memory; empty if they may."""
+    other = next((rank for rank, node_id in enumerate(node_ids) if node_id != node_ids[0]), None)
+    if other is None:
+        return []
+    return [
+        f"ranks 0 and {other} are in different nodes: node_id (EPCOMM_NODE_ID) is {node_ids[0]!r} on rank 0 and "
+        f"{node_ids[other]!r} on rank {other}"
+    ]
 
 
 def _start(
