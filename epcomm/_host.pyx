@@ -138,7 +138,10 @@ cdef extern from "host/engine.hpp" namespace "epcomm::host" nogil:
         uint64_t scales_offset(uint64_t wire_row_bytes)
         void leave(PeerState state)
         void abort(const Status& why)
+        void give_up(const Status& why)
+        void stop()
         const Status& broken()
+        Status look_at_peers()
         const EngineStats& stats()
         uint64_t epoch()
 
@@ -366,14 +369,34 @@ cdef class Pending:
 
     cdef shared_ptr[Ticket] ticket
     cdef object keep
+    cdef pid_t pid
+
+    def __cinit__(self):
+        self.pid = getpid()
+
+    cdef int check_process(self) except -1:
+        if self.pid != getpid():
+            from epcomm.errors import InvalidArgumentError
+            raise InvalidArgumentError(
+                f"event: this call belongs to process {self.pid} and was inherited through fork by process {getpid()}")
+        return 0
 
     def done(self) -> bool:
+        self.check_process()
         return self.ticket.get().done()
+
+    def join(self) -> None:
+        """Block until the call has ended, whatever comes. Only after ``HostEngine.abort``, which ends its waits."""
+        cdef cbool done = False
+        with nogil:
+            while not done:
+                done = self.ticket.get().wait_for(1.0)
 
     def wait(self, timeout_s=None) -> bool:
         """Block without the GIL, Ctrl-C checked every 50 ms; raise what the call raised. False: not done yet."""
         import time
 
+        self.check_process()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         cdef cbool done = False
         cdef double step
@@ -427,7 +450,12 @@ cdef class HostEngine:
             from epcomm.errors import UnsupportedError
             raise UnsupportedError(f"backend {backend.name} has no host-driven operations")
         self.isa = options.ops.name.decode()
-        self.engine = new Engine(transport, options)
+        try:
+            self.engine = new Engine(transport, options)
+        except RuntimeError as error:  # std::system_error: no more threads
+            from epcomm.errors import SystemCallError
+            raise SystemCallError(f"starting {num_threads} host threads: {error}; look at `ulimit -u` and "
+                                  "`ulimit -v`, or lower options['num_threads']") from None
         self.backend = backend
 
     def __dealloc__(self):
@@ -498,7 +526,6 @@ cdef class HostEngine:
         epcomm_outputs(&out, x, scales, ids, weights, counts, offsets)
         cdef Pending pending
         if async_op:
-            self._start()
             context.interrupted = NULL
             pending = Pending.__new__(Pending)
             pending.keep = (call, keep)
@@ -525,7 +552,6 @@ cdef class HostEngine:
         epcomm_combine_out(&args, bias, out, out_stride, carried_out)
         cdef Pending pending
         if async_op:
-            self._start()
             context.interrupted = NULL
             pending = Pending.__new__(Pending)
             pending.keep = (x, routing, carried, keep)
@@ -535,10 +561,16 @@ cdef class HostEngine:
             check(self.engine.combine(args, context))
         return None
 
-    cdef int _start(self) except -1:
-        if self.runner == NULL:
+    def start_async(self) -> None:
+        """Make ``async_op`` possible; before the call, since peers count on it once it has begun."""
+        if self.runner != NULL:
+            return
+        try:
             self.runner = new AsyncRunner()
-        return 0
+        except RuntimeError as error:
+            from epcomm.errors import SystemCallError
+            raise SystemCallError(f"async_op: starting a thread: {error}; look at `ulimit -u` and `ulimit -v`") \
+                from None
 
     def take_lease(self, uint64_t size_bytes):
         """A Lease over at least ``size_bytes`` of the heap, or None where none is free or large enough."""
@@ -556,14 +588,36 @@ cdef class HostEngine:
     def leases_held(self) -> int:
         return self.engine.leases_held()
 
-    def leave(self):
-        with nogil:
-            self.engine.leave(PeerState.kLeft)
-
     def abort(self, str text):
         cdef Status why = epcomm_status(<int>Code.kPeerLost, text.encode("utf-8", "replace"), -1)
         with nogil:
             self.engine.abort(why)
+
+    def give_up(self, str text):
+        """Break it for good and tell peers; not while a call runs."""
+        cdef Status why = epcomm_status(<int>Code.kPeerLost, text.encode("utf-8", "replace"), -1)
+        with nogil:
+            self.engine.give_up(why)
+
+    def close(self):
+        """Tell peers that this rank left, end all threads and let go of peers' memory. Idempotent.
+
+        No call may run. The own heap stays until the last lease over it dies.
+        """
+        with nogil:
+            self.engine.leave(PeerState.kLeft)
+            del self.runner
+        self.runner = NULL
+        with nogil:
+            self.engine.stop()
+        self.backend.close()
+
+    def look_at_peers(self):
+        """Raise PeerLostError if a peer's process ended or a peer gave up."""
+        cdef Status status
+        with nogil:
+            status = self.engine.look_at_peers()
+        check(status)
 
     def raise_if_broken(self):
         cdef Status status = self.engine.broken()

@@ -172,6 +172,8 @@ class Communicator:
         self._engine = made.engine
         self._serial = next(_serial)
         self._lock = threading.Lock()
+        self._owner = None  # thread inside a call
+        self._aborted = None
         self._in_flight = None
         self._deferred = None
         self._extra = {"combine_buffer_copies": 0}
@@ -254,6 +256,7 @@ class Communicator:
         buffers in ordinary memory); ``zero_copy_combines``; ``rows_sent`` and ``bytes_sent`` to other ranks;
         ``rows_received``.
         """
+        self._check_process("stats")
         engine = self._engine
         return {**(self._final_stats if engine is None else engine.stats()), **self._extra}
 
@@ -408,14 +411,37 @@ class Communicator:
     def check(self):
         """Raise what went wrong since the last call: a bad id in capacity mode, a lost peer. Local."""
         self._check_usable("check")
-        self._engine.raise_if_broken()
+        engine = self._engine
+        if engine is None:  # closed by another thread just now
+            return
+        engine.raise_if_broken()
+        engine.look_at_peers()
         self._raise_deferred()
 
     def abort(self):
-        """End this rank's waits with :class:`PeerLostError`, from any thread. The communicator is then broken."""
+        """End this rank's waits with :class:`PeerLostError`, from any thread, and tell peers. Does not wait.
+
+        The communicator is then broken for good; only :meth:`close` is left.
+        """
+        self._check_process("abort")
         engine = self._engine
-        if engine is not None and self._pid == os.getpid():
-            engine.abort(f"rank {self.rank} called abort()")
+        if engine is None:
+            return
+        self._aborted = f"rank {self.rank} called abort()"
+        engine.abort(self._aborted)
+        # A call that runs tells peers when its wait ends; else it is done here.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._give_up_if_aborted()
+            finally:
+                self._lock.release()
+
+    def _give_up_if_aborted(self):
+        """With the lock held."""
+        if self._aborted is None or self._engine is None:
+            return
+        if self._in_flight is None or self._in_flight.done():
+            self._engine.give_up(self._aborted)
 
     def close(self):
         """Tell peers that this rank left and free everything local. Idempotent; waits for calls in flight only.
@@ -424,25 +450,47 @@ class Communicator:
         """
         if self._closed:
             return
-        self._closed = True
         if self._pid != os.getpid():
+            self._closed = True
             return  # inherited through fork: the parent's
-        with self._lock:
-            pending, self._in_flight = self._in_flight, None
+        self._check_reentry("close")
+        self._closed = True
+        try:
+            self._lock.acquire()
+        except BaseException:  # Ctrl-C while another thread's call runs
+            self._closed = False
+            raise
+        try:
+            pending = self._in_flight
             if pending is not None:
                 try:
                     pending.wait(self._made.parameters["timeout_s"])
                 except EpcommError:
                     pass  # raised by its event
-            self._engine.leave()
-            self._final_stats = self._engine.stats()
-            # The heap goes with the engine, and the engine with the last lease.
-            self._engine = self._made.engine = None
+        finally:
+            try:
+                self._free()
+            finally:
+                self._lock.release()
+
+    def _free(self):
+        """Free everything local, in bounded time: waits of a call that still runs are ended."""
+        engine, pending = self._engine, self._in_flight
+        if pending is not None and not pending.done():
+            engine.abort(f"rank {self.rank} closed its communicator while a call ran")
+            pending.join()  # it reads and writes arrays that may go now
+        self._in_flight = None
+        self._final_stats = engine.stats()
+        # The heap goes with the engine, and the engine with the last lease.
+        self._engine = self._made.engine = None
+        engine.close()
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, value, traceback):
+        if kind is not None and not issubclass(kind, Exception) and not self._closed:
+            self.abort()  # Ctrl-C or exit: wait for nobody
         self.close()
 
     def __del__(self):
@@ -451,10 +499,9 @@ class Communicator:
         self._closed = True
         if self._pid != os.getpid():
             return
-        warnings.warn(f"{self!r} was not closed; use it in a with statement or call close()", ResourceWarning,
-                      source=self, stacklevel=2)
-        if self._in_flight is None or self._in_flight.done():
-            self._engine.leave()
+        text = f"{self!r} was not closed; use it in a with statement or call close()"
+        self._free()
+        warnings.warn(text, ResourceWarning, source=self, stacklevel=2)  # last: a filter may make it an error
 
     def __repr__(self):
         state = "closed" if self._engine is None else "broken" if self._engine.is_broken else "open"
@@ -462,11 +509,19 @@ class Communicator:
 
     # ---- ordering calls
 
-    def _check_usable(self, call):
+    def _check_process(self, call):
         if self._pid != os.getpid():
             raise InvalidArgumentError(
                 f"{call}: this communicator belongs to process {self._pid} and was inherited through fork by process "
                 f"{os.getpid()}; create one in the child (start it with the spawn method)")
+
+    def _check_reentry(self, call):
+        if self._owner == threading.get_ident():
+            raise InvalidArgumentError(f"{call}: called by a signal handler or destructor inside another call of this "
+                                       "communicator; allowed there: abort()")
+
+    def _check_usable(self, call):
+        self._check_process(call)
         if self._closed:
             raise InvalidArgumentError(f"{call}: the communicator is closed")
 
@@ -567,7 +622,9 @@ class Communicator:
         threads = 0 if num_sms is None else _integer(call, "num_sms", num_sms, 1)
         if stream is not None:
             raise InvalidArgumentError(f"{call}: stream is {stream!r}; allowed: None on host memory")
-        return min(threads, 1 << 20), _boolean(call, "async_op", async_op)
+        if _boolean(call, "async_op", async_op):
+            self._engine.start_async()
+        return min(threads, 1 << 20), bool(async_op)
 
     def _dispatch_request(self, x, topk_idx, topk_weights, handle, scales, quantize, layout, expert_alignment,
                           capacity, copy, num_sms, stream, async_op):
@@ -813,15 +870,23 @@ class _Serialised:
 
     def __enter__(self):
         communicator = self.communicator
+        communicator._check_reentry(self.name)
         communicator._lock.acquire()
+        communicator._owner = threading.get_ident()
         try:
             communicator._check_usable(self.name)
             communicator._settle()
+            communicator._give_up_if_aborted()
             if self.collective:
                 communicator._engine.raise_if_broken()
         except BaseException:
-            communicator._lock.release()
+            self.leave()
             raise
 
     def __exit__(self, kind, value, traceback):
+        self.communicator._give_up_if_aborted()  # abort() came after the call's last wait
+        self.leave()
+
+    def leave(self):
+        self.communicator._owner = None
         self.communicator._lock.release()

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from helpers import arrays, pool
+from helpers.job import Jobs
 
 os.environ[pool.SESSION_VARIABLE] = uuid.uuid4().hex
 REQUIRED = {name.strip() for name in os.environ.get("EPCOMM_TEST_REQUIRE", "").split(",") if name.strip()}
@@ -90,6 +91,24 @@ def two(pools, backend):
 def three(pools, backend):
     """A pool of three ranks."""
     return pools.get(3, backend)
+
+
+@pytest.fixture(scope="module")
+def _jobs():
+    made = Jobs()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def job(_jobs, backend):
+    """``job(3)`` is a :class:`helpers.job.Job` of three ranks that may be killed; more arguments: one of its own."""
+
+    def get(num_ranks, **kwargs):
+        return _jobs.fresh(num_ranks, backend, **kwargs) if kwargs else _jobs.get(num_ranks, backend)
+
+    yield get
+    _jobs.end_fresh()
 
 
 def _segments():

@@ -47,14 +47,15 @@ class Ticket {
 
 class AsyncRunner {
  public:
-  AsyncRunner() = default;
+  // Starts its thread at once: there is no way back once peers count on a call.
+  AsyncRunner() : thread_([this] { run(); }) {}
   ~AsyncRunner() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stop_ = true;
     }
     changed_.notify_all();
-    if (thread_.joinable()) thread_.join();
+    thread_.join();
   }
   AsyncRunner(const AsyncRunner&) = delete;
   AsyncRunner& operator=(const AsyncRunner&) = delete;
@@ -64,7 +65,6 @@ class AsyncRunner {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       queue_.push_back([ticket, work = std::move(work)] { ticket->finish(work()); });
-      if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
     }
     changed_.notify_all();
     return ticket;
@@ -99,7 +99,7 @@ class AsyncRunner {
   std::condition_variable changed_;
   bool stop_ = false;
   std::deque<std::function<void()>> queue_;
-  std::thread thread_;
+  std::thread thread_;  // last: it uses the others
 };
 
 }  // namespace epcomm::host

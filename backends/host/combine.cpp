@@ -44,7 +44,7 @@ Status Engine::wait_done(const CallContext& context) noexcept {
 }
 
 Status Engine::combine(const CombineArgs& args, const CallContext& context) noexcept {
-  if (!broken_.ok()) return broken_;
+  if (!broken().ok()) return broken_;
   const int ranks = options_.shape.num_ranks, me = options_.rank;
   const Routing& routing = *args.routing;
   begin_epoch();

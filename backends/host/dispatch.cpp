@@ -19,7 +19,7 @@ Status outside(const char* name, int64_t a, int64_t b, int64_t value, int64_t co
 
 Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
                               const CallContext& context) noexcept {
-  if (!broken_.ok()) return broken_;
+  if (!broken().ok()) return broken_;
   const HeapShape& shape = options_.shape;
   const int ranks = shape.num_ranks, me = options_.rank;
   const int experts = int(options_.expert_rank.size());
@@ -309,7 +309,7 @@ Status Engine::dispatch_send(DispatchCall& call, int channel) noexcept {
 Status Engine::dispatch_finish(DispatchCall* call, const DispatchOutputs& out,
                                const CallContext& context) noexcept {
   const int ranks = options_.shape.num_ranks, me = options_.rank;
-  if (!broken_.ok()) return broken_;
+  if (!broken().ok()) return broken_;
   expect_data();
   const auto run = [&]() -> Status {
     for (int i = 1; i < ranks; ++i)

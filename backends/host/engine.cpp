@@ -146,12 +146,13 @@ Status Engine::break_if_lost(Status status) noexcept {
     default:
       break;
   }
-  if (broken_.ok()) {
+  if (broken().ok()) {
     broken_ = status;
     if (status.code == Code::kInterrupted) {
       broken_ =
           error(Code::kPeerLost, options_.rank, "the communicator was interrupted inside a call");
     }
+    is_broken_.store(true, std::memory_order_release);
     leave(PeerState::kBroken);
   }
   return status;
@@ -300,7 +301,7 @@ Status Engine::exchange(const char* operation, const Entry& entry,
 }
 
 Status Engine::refuse(Op op, const Status& why, const CallContext& context) noexcept {
-  if (!broken_.ok()) return broken_;
+  if (!broken().ok()) return broken_;
   begin_epoch();
   Entry entry(op);
   entry.status = why;
@@ -311,7 +312,7 @@ Status Engine::refuse(Op op, const Status& why, const CallContext& context) noex
 }
 
 Status Engine::barrier(const CallContext& context) noexcept {
-  if (!broken_.ok()) return broken_;
+  if (!broken().ok()) return broken_;
   begin_epoch();
   return break_if_lost(exchange("barrier", Entry(Op::kBarrier), context));
 }
@@ -382,13 +383,28 @@ void Engine::leave(PeerState state) noexcept {
   // The word travels on one channel; what this rank sent on others must not come behind it, or a
   // peer still in its last call would take it for lost. Bounded: a destructor may be the caller.
   constexpr double kDrainSeconds = 10;
-  if (state == PeerState::kLeft && broken_.ok()) {
+  if (state == PeerState::kLeft && broken().ok()) {
     (void)quiet("close", {}, std::min(options_.timeout_s, kDrainSeconds));
   }
   for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
     if (peer != options_.rank)
       (void)transport_->signal(peer, 0, state_word(layout_, options_.rank), uint64_t(state));
   }
+}
+
+Status Engine::look_at_peers() const noexcept {
+  for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
+    if (peer == options_.rank) continue;
+    const PeerState state = transport_->peer_state(peer);
+    if (state == PeerState::kDead) {
+      return error(Code::kPeerLost, peer, "rank %d is lost: its process ended", peer);
+    }
+    if (state == PeerState::kBroken) {
+      return error(Code::kPeerLost, peer,
+                   "rank %d gave up after an error of its own (see its output)", peer);
+    }
+  }
+  return {};
 }
 
 void Engine::abort(const Status& why) noexcept { transport_->abort(why); }

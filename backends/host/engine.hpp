@@ -5,6 +5,7 @@
 // agree do rows move (dispatch.cpp, combine.cpp). Epochs, slots and credits are counted here only.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -138,9 +139,19 @@ class Engine {
 
   // Tell peers that nothing more comes from this rank. Idempotent.
   void leave(PeerState state) noexcept;
+  // Ends this rank's waits, now and later. Any thread; a call that waits then breaks the engine.
   void abort(const Status& why) noexcept;
+  // Break it for good outside any call, and tell peers.
+  void give_up(const Status& why) noexcept { (void)break_if_lost(why); }
+  // Ends the threads. What leases need stays. Nothing but leases may be used afterwards.
+  void stop() noexcept { pool_.stop(); }
 
-  const Status& broken() const noexcept { return broken_; }
+  // Why it is broken; ok while it is not. Any thread.
+  const Status& broken() const noexcept {
+    return is_broken_.load(std::memory_order_acquire) ? broken_ : not_broken_;
+  }
+  // kPeerLost if a peer's process ended or a peer gave up. Breaks nothing. Any thread.
+  Status look_at_peers() const noexcept;
   const EngineStats& stats() const noexcept { return stats_; }
   const EngineOptions& options() const noexcept { return options_; }
   const HeapLayout& heap_layout() const noexcept { return layout_; }
@@ -229,7 +240,9 @@ class Engine {
   std::vector<SlotUse> slot_use_;
   std::mutex release_mutex_;  // guards released_ only
   std::vector<int> released_;
-  Status broken_;
+  Status broken_;  // written once, before is_broken_ is set
+  const Status not_broken_;
+  std::atomic<bool> is_broken_{false};
   bool left_ = false;
   EngineStats stats_;
 };

@@ -14,20 +14,29 @@ class ThreadPool {
  public:
   // The caller is thread 0, so one thread means none are started.
   explicit ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
-    for (int i = 1; i < num_threads_; ++i) workers_.emplace_back([this, i] { work(i); });
+    try {
+      for (int i = 1; i < num_threads_; ++i) workers_.emplace_back([this, i] { work(i); });
+    } catch (...) {  // no more threads to be had: those that run must not outlive this
+      stop();
+      throw;
+    }
   }
-  ~ThreadPool() {
+  ~ThreadPool() { stop(); }
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int num_threads() const { return num_threads_; }
+
+  // Ends the threads; no loop runs afterwards. Idempotent.
+  void stop() noexcept {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stop_ = true;
     }
     wake_.notify_all();
     for (std::thread& worker : workers_) worker.join();
+    workers_.clear();
   }
-  ThreadPool(const ThreadPool&) = delete;
-  ThreadPool& operator=(const ThreadPool&) = delete;
-
-  int num_threads() const { return num_threads_; }
 
   // body(i) for i in 0..count-1 on at most `limit` threads (0: all); returns when all are done.
   void parallel_for(int64_t count, int limit, const std::function<void(int64_t)>& body) {
