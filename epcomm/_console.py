@@ -66,17 +66,23 @@ def plain_table(
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress(title: str, total: int, silent: bool = False) -> Iterator[Callable[[int], None]]:
     """A progress bar on standard error; yields ``show(done)``.
 
     Without rich, or where standard error is not a terminal, it is one line at the start and one at the end.
+    ``silent`` shows nothing: of several ranks only one speaks.
     """
+    if silent:
+        yield lambda done: None
+        return
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        has_rich = True
     except ImportError:
-        Progress = None
-    if Progress is None or not sys.stderr.isatty():
+        has_rich = False
+    if not has_rich or not sys.stderr.isatty():
         seen = [0]
 
         def count(done: int) -> None:

@@ -14,7 +14,7 @@ from operator import index
 from typing import Any
 
 from epcomm import _arrays, _host, bootstrap, config, ops
-from epcomm._registry import BACKENDS
+from epcomm._registry import BACKENDS, capability_names
 from epcomm._version import __version__
 from epcomm.errors import (
     BackendUnavailableError,
@@ -36,9 +36,6 @@ DTYPES = (
     "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e3m4", "float8_e8m0fnu", "int4", "uint4", "int2", "uint2",
     "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn",
 )  # fmt: skip
-
-CAPS = ("host_put", "device_put", "peer_load_store", "intra_node", "inter_node", "host_memory", "device_memory",
-        "needs_progress", "graph_capture")  # fmt: skip
 
 _OPTIONS = ("num_threads", "node_id", "shm_dir", "push_only", "spin_us", "use_pidfd")
 _MAX_INT = (1 << 31) - 1
@@ -406,7 +403,7 @@ def _start(
     def open_heap() -> str:
         nonlocal backend, shape, caps
         backend = importlib.import_module(f"epcomm._{name}").Backend(made["options"])
-        caps = frozenset(word for bit, word in enumerate(CAPS) if backend.caps >> bit & 1)
+        caps = frozenset(capability_names(backend.caps))
         shape = heap_shape(made, num_ranks, channels, "peer_load_store" in caps)
         backend.alloc_heap(_host.heap_bytes(shape)["total"])
         return backend.export_info().hex()

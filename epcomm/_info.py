@@ -30,12 +30,6 @@ OPTIONAL_PACKAGES = {
     "scikit-learn": ("scikit-learn",),
 }
 
-# Bits of epcomm::Caps in include/epcomm/backend.hpp, the lowest first.
-CAPABILITIES = ("host_put", "device_put", "peer_load_store", "intra_node", "inter_node", "host_memory",
-                "device_memory", "needs_progress", "graph_capture")
-
-SECRETS = {variable.name for variable in config.VARIABLES if variable.secret}  # never shown
-
 LIMITS = {
     "payload": "any dtype of 1, 2 or 4 bytes whose row fits ceil16(hidden * itemsize) of the communicator's dtype",
     "row arithmetic": "combine sums float32, float16 and bfloat16 rows",
@@ -110,21 +104,17 @@ def _label(name: str) -> str:
     return name.removesuffix("_bytes").replace("_", " ").replace("dev shm", "/dev/shm")
 
 
-def capability_names(caps: int) -> list[str]:
-    """Words for the bits of ``epcomm::Caps``."""
-    return [name for bit, name in enumerate(CAPABILITIES) if caps >> bit & 1]
-
-
 def _backend(row: _registry.Backend) -> dict[str, Any]:
     """One backend: ``available`` with its capabilities, or why not."""
-    told = {"name": row.name, "summary": row.summary, "state": "available", "capabilities": [], "reason": None}
+    told: dict[str, Any] = {"name": row.name, "summary": row.summary, "state": "available", "capabilities": [],
+                            "reason": None}
     try:
         module = importlib.import_module(f"epcomm._{row.name}")
     except ImportError as error:
         return {**told, "state": "not built", "reason": str(error)}
     try:
         module.probe()
-        told["capabilities"] = capability_names(module.Backend().caps)
+        told["capabilities"] = _registry.capability_names(module.Backend().caps)
     except EpcommError as error:
         return {**told, "state": "unavailable", "reason": str(error)}
     return told

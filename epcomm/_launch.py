@@ -11,6 +11,7 @@ Requests and answers are JSON over a Unix socket. A rank that dies, raises or pa
 with one :class:`RanksFailed` that says what happened on which rank; nothing is left running.
 """
 
+import abc
 import contextlib
 import importlib
 import json
@@ -50,7 +51,48 @@ class RanksFailed(RuntimeError):
     """One or more ranks failed; the text has a line for each, the likely cause first."""
 
 
-class LocalRanks:
+class Ranks(abc.ABC):
+    """Ranks that answer requests together; a context manager.
+
+    Attributes
+    ----------
+    num_ranks : int
+    speaks : bool
+        Whether this process is the one that reports.
+    """
+
+    num_ranks: int
+    speaks: bool = True
+
+    @abc.abstractmethod
+    def ask(self, request: Any) -> list[Any]:
+        """Give every rank the request; return their answers in rank order.
+
+        Raises
+        ------
+        RanksFailed
+            A rank raised, died or did not answer before the deadline.
+        """
+
+    @abc.abstractmethod
+    def close(self, at_once: bool = False) -> None:
+        """End the group. Idempotent."""
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        self.close(at_once=kind is not None)
+
+
+def join_or_start(worker: str, options: Mapping[str, Any], num_ranks: int, timeout_s: float) -> Ranks:
+    """The ranks of the launcher that started this process, or else `num_ranks` new ones."""
+    if launcher.find() is not None:
+        return JoinedRanks(worker, options, timeout_s)
+    return LocalRanks(worker, options, num_ranks, timeout_s)
+
+
+class LocalRanks(Ranks):
     """Processes on this host, one per rank, that answer requests together.
 
     Parameters
@@ -121,13 +163,6 @@ class LocalRanks:
             self._pipes[_receive(pipe)["rank"]] = pipe
 
     def ask(self, request: Any) -> list[Any]:
-        """Give every rank the request; return their answers in rank order.
-
-        Raises
-        ------
-        RanksFailed
-            A rank raised, died or did not answer before the deadline. The group is closed.
-        """
         for pipe in self._pipes.values():
             with contextlib.suppress(OSError):  # a rank's end is read below, where it gets a sentence
                 _send(pipe, {"request": request})
@@ -167,7 +202,6 @@ class LocalRanks:
             return "closed its connection"
 
     def close(self, at_once: bool = False) -> None:
-        """End the group. Idempotent."""
         for pipe in self._pipes.values():
             pipe.close()  # a worker that reads its end closes itself
         self._pipes.clear()
@@ -185,15 +219,9 @@ class LocalRanks:
         self._processes.clear()
         self._folder.cleanup()
 
-    def __enter__(self) -> "LocalRanks":
-        return self
 
-    def __exit__(self, *unused: object) -> None:
-        self.close(at_once=unused[0] is not None)
-
-
-class JoinedRanks:
-    """This process is one rank of a ``torchrun`` or ``mpirun`` job. Same use as :class:`LocalRanks`.
+class JoinedRanks(Ranks):
+    """This process is one rank of a ``torchrun`` or ``mpirun`` job.
 
     Every rank makes the same requests in the same order; each gets all answers.
     """
@@ -201,15 +229,20 @@ class JoinedRanks:
     def __init__(self, worker: str, options: Mapping[str, Any], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._bootstrap = bootstrap.connect(timeout_s=timeout_s)
-        self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
+        self.num_ranks = self._bootstrap.num_ranks
+        self.speaks = self._bootstrap.rank == 0
         self._worker: Any = None
-        self._agree("start", lambda: self._make(worker, options, Place(self.rank, self.num_ranks)))
+        place = Place(self._bootstrap.rank, self.num_ranks)
+        try:
+            self._agree("start", lambda: self._make(worker, options, place))
+        except BaseException:
+            self.close()
+            raise
 
     def _make(self, worker: str, options: Mapping[str, Any], place: Place) -> None:
         self._worker = _find(worker)(place, **options)
 
     def ask(self, request: Any) -> list[Any]:
-        """Answer the request here; return all ranks' answers in rank order."""
         return self._agree(str(request), lambda: self._worker.answer(request))
 
     def _agree(self, what: str, call: Any) -> list[Any]:
@@ -220,24 +253,18 @@ class JoinedRanks:
             raise RanksFailed(_explain(what, failures))
         return [told["answer"] for told in messages]
 
-    def close(self) -> None:
-        """Leave the job. Idempotent."""
+    def close(self, at_once: bool = False) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
         self._bootstrap.close()
-
-    def __enter__(self) -> "JoinedRanks":
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
 
 def serve(address: str) -> None:
     """Body of a process that :class:`LocalRanks` starts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     found = launcher.find()
+    assert found is not None, "started without the variables of a rank"
     with socket.socket(socket.AF_UNIX) as connected:
         connected.connect(address)
         pipe = multiprocessing.connection.Connection(connected.detach())

@@ -19,3 +19,14 @@ class Backend(NamedTuple):
 BACKENDS = (
     Backend("shm", "shared memory of one host, driven by host threads"),
 )
+
+# Words for the bits of epcomm::Caps in include/epcomm/backend.hpp, the lowest first.
+CAPABILITIES = (
+    "host_put", "device_put", "peer_load_store", "intra_node", "inter_node", "host_memory", "device_memory",
+    "needs_progress", "graph_capture",
+)  # fmt: skip
+
+
+def capability_names(caps: int) -> list[str]:
+    """Words for the bits of ``Backend.caps``."""
+    return [word for bit, word in enumerate(CAPABILITIES) if caps >> bit & 1]

@@ -21,10 +21,10 @@ class _Buffers:
     def __init__(self) -> None:
         self._kept: dict[str, np.ndarray] = {}
 
-    def get(self, name: str, rows: int, columns: int, dtype: Any) -> np.ndarray:
+    def get(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         kept = self._kept.get(name)
-        if kept is None or kept.shape != (rows, columns) or kept.dtype != dtype:
-            kept = self._kept[name] = np.zeros((rows, columns), dtype)
+        if kept is None or kept.shape != shape or kept.dtype != dtype:
+            kept = self._kept[name] = np.zeros(shape, dtype)
         return kept
 
 
@@ -65,7 +65,7 @@ class MpiCase:
         return seconds
 
     def _exchange(self, name: str, rows: np.ndarray, counts: np.ndarray, received: np.ndarray) -> np.ndarray:
-        out = self._buffers.get(name, int(received.sum()), rows.shape[1], rows.dtype)
+        out = self._buffers.get(name, (int(received.sum()), rows.shape[1]), rows.dtype)
         row = self._mpi.BYTE.Create_contiguous(rows.shape[1] * rows.itemsize).Commit()  # counts rows: no 2^31 limit
         self._comm.Alltoallv([rows, (counts, _starts(counts)), row], [out, (received, _starts(received)), row])
         row.Free()
@@ -77,24 +77,24 @@ class MpiCase:
         per_token = self._workload.shape.layout == "rank"
         x = self._workload.x
         token = order if per_token else order // self._workload.shape.topk
-        send = np.take(x, token, axis=0, out=self._buffers.get("send", len(order), x.shape[1], x.dtype), mode="clip")
+        send = np.take(x, token, axis=0, out=self._buffers.get("send", (len(order), x.shape[1]), x.dtype), mode="clip")
         rows = self._exchange("rows", send, counts, received)
         told = self._exchange("told", self._told[order], counts, received)
         if per_token:
             return rows, (received, None)
         arrival = np.argsort(told[:, 0], kind="stable")
-        grouped = self._buffers.get("grouped", *rows.shape, rows.dtype)
+        grouped = self._buffers.get("grouped", rows.shape, rows.dtype)
         return np.take(rows, arrival, axis=0, out=grouped, mode="clip"), (received, arrival)
 
     def _combine(self, y: np.ndarray, order: np.ndarray, counts: np.ndarray, received: np.ndarray,
                  arrival: np.ndarray | None) -> np.ndarray:
         if arrival is not None:
-            ungrouped = self._buffers.get("ungrouped", *y.shape, y.dtype)
+            ungrouped = self._buffers.get("ungrouped", y.shape, y.dtype)
             ungrouped[arrival] = y
             y = ungrouped
         rows = self._exchange("back", y, received, counts)
-        tokens, hidden = self._workload.x.shape
-        total = self._buffers.get("total", tokens, hidden, np.float32)
+        shape = self._workload.x.shape
+        total = self._buffers.get("total", shape, np.float32)
         total[:] = 0
         if arrival is None:
             for first, last in zip(_starts(counts), np.cumsum(counts), strict=True):  # a token once per rank
@@ -102,9 +102,9 @@ class MpiCase:
         else:
             place = np.empty_like(order)
             place[order] = np.arange(len(order))
-            for k, picked in enumerate(place.reshape(tokens, -1).T):
+            for k, picked in enumerate(place.reshape(len(total), -1).T):
                 total += self._workload.topk_weights[:, k, None] * rows[picked].astype(np.float32)
-        out = self._buffers.get("out", tokens, hidden, self._dtype)
+        out = self._buffers.get("out", shape, self._dtype)
         out[:] = total
         return out
 
@@ -151,14 +151,14 @@ class GlooCase:
         order, counts = sending_order(self._workload)
         return self._torch.from_numpy(order), counts.tolist()
 
-    def _buffer(self, name: str, rows: int, columns: int, dtype: Any) -> Any:
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         kept = self._buffers.get(name)
-        if kept is None or kept.shape != (rows, columns) or kept.dtype != dtype:
-            kept = self._buffers[name] = self._torch.zeros(rows, columns, dtype=dtype)
+        if kept is None or kept.shape != shape or kept.dtype != dtype:
+            kept = self._buffers[name] = self._torch.zeros(shape, dtype=dtype)
         return kept
 
     def _exchange(self, name: str, rows: Any, counts: list[int], received: list[int]) -> Any:
-        out = self._buffer(name, sum(received), rows.shape[1], rows.dtype)
+        out = self._buffer(name, (sum(received), rows.shape[1]), rows.dtype)
         # Bytes: gloo does not know every dtype.
         self._dist.all_to_all_single(out.view(self._torch.uint8), rows.view(self._torch.uint8), received, counts)
         return out
@@ -169,27 +169,27 @@ class GlooCase:
         self._dist.all_to_all_single(received, torch.tensor(counts))
         received = received.tolist()
         token = order if per_token else order // self._workload.shape.topk
-        send = self._buffer("send", len(order), self._x.shape[1], self._x.dtype)
+        send = self._buffer("send", (len(order), self._x.shape[1]), self._x.dtype)
         rows = self._exchange("rows", torch.index_select(self._x, 0, token, out=send), counts, received)
         told = self._exchange("told", self._told[order], counts, received)
         if per_token:
             return rows, (received, None)
         arrival = torch.argsort(told[:, 0], stable=True)
-        grouped = self._buffer("grouped", *rows.shape, rows.dtype)
+        grouped = self._buffer("grouped", rows.shape, rows.dtype)
         return torch.index_select(rows, 0, arrival, out=grouped), (received, arrival)
 
     def _combine(self, y: Any, order: Any, counts: list[int], received: list[int], arrival: Any) -> Any:
         torch = self._torch
         if arrival is not None:
-            y = self._buffer("ungrouped", *y.shape, y.dtype).index_copy_(0, arrival, y)
+            y = self._buffer("ungrouped", y.shape, y.dtype).index_copy_(0, arrival, y)
         rows = self._exchange("back", y, received, counts)
-        wide = self._buffer("wide", *rows.shape, torch.float32).copy_(rows)
+        wide = self._buffer("wide", rows.shape, torch.float32).copy_(rows)
         token = order
         if arrival is not None:
             wide *= self._weights.reshape(-1, 1)[order]
             token = order // self._workload.shape.topk
-        total = self._buffer("total", *self._x.shape, torch.float32).zero_().index_add_(0, token, wide)
-        return self._buffer("out", *self._x.shape, self._x.dtype).copy_(total)
+        total = self._buffer("total", self._x.shape, torch.float32).zero_().index_add_(0, token, wide)
+        return self._buffer("out", self._x.shape, self._x.dtype).copy_(total)
 
     def close(self) -> None:
         self._dist.destroy_process_group()

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from epcomm import _console, _launch
+from epcomm import _launch
 from epcomm.errors import EpcommError
 
 DEFAULT_TOKENS = {"train": 2048, "decode": 128}
@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = {"backend": arguments.backend, "sms": arguments.sms, "threads": arguments.threads,
                 "timeout_s": arguments.timeout_s}
     try:
-        measured = run.measure(shape, settings, arguments.ranks, arguments.repeat, arguments.baselines,
-                               _console.progress)
+        measured = run.measure(shape, settings, arguments.ranks, arguments.repeat, arguments.baselines)
     except (_launch.RanksFailed, EpcommError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

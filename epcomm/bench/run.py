@@ -3,11 +3,10 @@
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from epcomm import _launch, config
+from epcomm import _console, _launch, config
 from epcomm._bootstrap import launcher
 from epcomm.bench.workload import Shape
 
@@ -29,8 +28,7 @@ class Measured:
     speaks: bool = True  # whether this process is the one that reports
 
 
-def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int, baselines: list[str],
-            progress: Callable[[str, int], Any]) -> Measured:
+def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int, baselines: list[str]) -> Measured:
     """One run: `repeat` counted trials of every case.
 
     Parameters
@@ -41,34 +39,25 @@ def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int,
         Ranks to start; a launcher's number wins.
     baselines
         Which of :data:`BASELINES` to compare with. One that cannot run here is skipped with its reason.
-    progress
-        ``epcomm._console.progress`` or the like.
     """
+    found = launcher.find()
+    skipped: dict[str, str] = {}
+    joined = [] if found is None else _joined_baselines(found.name, baselines, skipped)
+    local_ranks = num_ranks if found is None else config.get("LOCAL_WORLD_SIZE") or num_ranks
+    options = _options(shape, settings, local_ranks, [*OWN_CASES, *joined])
     with contextlib.ExitStack() as stack:
-        skipped: dict[str, str] = {}
-        jobs: dict[str, Any] = {}
-        found = launcher.find()
-        if found is not None:
-            cases = [*OWN_CASES, *_joined_baselines(found.name, baselines, skipped)]
-            options = _options(shape, settings, config.get("LOCAL_WORLD_SIZE") or num_ranks, cases)
-            job = stack.enter_context(_launch.JoinedRanks(WORKER, options, settings["timeout_s"]))
-            jobs = dict.fromkeys(cases, job)
-            speaks = job.rank == 0
-        else:
-            options = _options(shape, settings, num_ranks, list(OWN_CASES))
-            job = stack.enter_context(_launch.LocalRanks(WORKER, options, num_ranks, settings["timeout_s"]))
-            jobs = dict.fromkeys(OWN_CASES, job)
-            for baseline in baselines:
-                try:
-                    started = _start(baseline, {**options, "cases": [baseline]}, num_ranks, settings["timeout_s"])
-                except (_launch.RanksFailed, ImportError, OSError) as error:
-                    skipped[baseline] = str(error)
-                else:
-                    jobs[baseline] = stack.enter_context(started)
-            speaks = True
-        measured = Measured(job.num_ranks, options["settings"]["threads"], job.ask(["describe"]), skipped=skipped,
-                            speaks=speaks)
-        with progress(f"{shape.mode}: {', '.join(jobs)}", WARMUP + repeat) if speaks else _silent() as show:
+        own = stack.enter_context(_launch.join_or_start(WORKER, options, num_ranks, settings["timeout_s"]))
+        jobs = dict.fromkeys(options["cases"], own)
+        for baseline in baselines if found is None else ():
+            try:
+                started = _start(baseline, {**options, "cases": [baseline]}, num_ranks, settings["timeout_s"])
+            except (_launch.RanksFailed, ImportError, OSError) as error:
+                skipped[baseline] = str(error)
+            else:
+                jobs[baseline] = stack.enter_context(started)
+        measured = Measured(own.num_ranks, options["settings"]["threads"], own.ask(["describe"]), skipped=skipped,
+                            speaks=own.speaks)
+        with _console.progress(f"{shape.mode}: {', '.join(jobs)}", WARMUP + repeat, silent=not own.speaks) as show:
             for trial in range(WARMUP + repeat):
                 # Every other trial backwards, so that no case always follows the same one.
                 for case in list(jobs)[:: -1 if trial % 2 else 1]:
@@ -77,11 +66,6 @@ def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int,
                         _add(measured.seconds.setdefault(case, {}), answers)
                 show(trial + 1)
         return measured
-
-
-@contextlib.contextmanager
-def _silent() -> Any:
-    yield lambda done: None
 
 
 def _options(shape: Shape, settings: dict[str, Any], local_ranks: int, cases: list[str]) -> dict[str, Any]:

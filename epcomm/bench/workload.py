@@ -6,7 +6,7 @@ loses, doubles or misplaces a row gives another number, whatever the order of it
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +26,7 @@ class Shape:
     experts: int
     topk: int
     dtype: str
-    layout: str
+    layout: Literal["rank", "expert"]
     seed: int = 1
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What one rank of the digits example does."""
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from epcomm.ops import expert_owners
 class DigitsRank:
     """Holds this rank's images and experts; each trial is dispatch, experts, combine, check."""
 
-    def __init__(self, place: Place, images: str, layout: str, backend: str | None, timeout_s: float) -> None:
+    def __init__(self, place: Place, images: str, layout: Literal["rank", "expert"], backend: str | None,
+                 timeout_s: float) -> None:
         self._layout = layout
         pixels = np.frombuffer(bytes.fromhex(images), np.uint8).reshape(-1, _moe.HIDDEN)
         topk_idx, topk_weights = _moe.gate(pixels)

@@ -35,10 +35,10 @@ def gate(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         Each centre is weighted by the share of the *other* one's squared distance; the two sum to one.
     """
     images = images.astype(np.int64)
-    centres = [_nearest(images, _mean(images))]
-    while len(centres) < NUM_EXPERTS:
-        centres.append(images[_distances(images, np.stack(centres)).min(axis=1).argmax()])
-    centres = np.stack(centres)
+    seeds = [_nearest(images, _mean(images))]
+    while len(seeds) < NUM_EXPERTS:
+        seeds.append(images[_distances(images, np.stack(seeds)).min(axis=1).argmax()])
+    centres = np.stack(seeds)
     for _ in range(4):
         owner = _distances(images, centres).argmin(axis=1)
         centres = np.stack([_mean(images[owner == e]) if (owner == e).any() else centres[e]

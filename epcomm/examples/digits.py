@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from epcomm import _console, _launch
-from epcomm._bootstrap import launcher
 from epcomm.errors import EpcommError
 from epcomm.examples import _moe
 
@@ -28,14 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; returns the exit code."""
     arguments = _parse(argv)
     try:
-        joined = launcher.find() is not None
         # Ranks that are started here get the images from here: importing scikit-learn takes each of them seconds.
         options = {"images": _moe.load_images().tobytes().hex(), "layout": arguments.layout,
                    "backend": arguments.backend, "timeout_s": arguments.timeout_s}
-        with (_launch.JoinedRanks(WORKER, options, arguments.timeout_s) if joined
-              else _launch.LocalRanks(WORKER, options, arguments.ranks, arguments.timeout_s)) as ranks:
-            speaks = not joined or ranks.rank == 0
-            described, trials = _run(ranks, arguments.repeat, speaks)
+        with _launch.join_or_start(WORKER, options, arguments.ranks, arguments.timeout_s) as ranks:
+            described, trials = _run(ranks, arguments.repeat)
     except ModuleNotFoundError as error:
         print(f"digits: {error}; `pip install scikit-learn` brings the images", file=sys.stderr)
         return 1
@@ -43,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"digits: {error}", file=sys.stderr)
         return 1
     report = _report(arguments.layout, described, trials)
-    if speaks:
+    if ranks.speaks:
         _show(report)
         if arguments.json:
             with open(arguments.json, "w", encoding="utf-8") as file:
@@ -69,13 +65,11 @@ def _count(text: str) -> int:
     return number
 
 
-def _run(ranks: Any, repeat: int, speaks: bool) -> tuple[list[Any], list[list[Any]]]:
+def _run(ranks: _launch.Ranks, repeat: int) -> tuple[list[Any], list[list[Any]]]:
     """Descriptions by rank and trials by (repeat, rank)."""
     described = ranks.ask("describe")
     trials = []
-    if not speaks:
-        return described, [ranks.ask("trial") for _ in range(repeat)]
-    with _console.progress(f"{ranks.num_ranks} ranks", repeat) as show:
+    with _console.progress(f"{ranks.num_ranks} ranks", repeat, silent=not ranks.speaks) as show:
         for done in range(1, repeat + 1):
             trials.append(ranks.ask("trial"))
             show(done)

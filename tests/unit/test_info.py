@@ -114,5 +114,5 @@ def test_capability_words_are_those_of_the_header():
     text = (_paths.include_dir() / "epcomm" / "backend.hpp").read_text()
     bits = {int(bit): re.sub("(?<!^)([A-Z])", r"_\1", name).lower()
             for name, bit in re.findall(r"kCap(\w+) = 1u << (\d+)", text)}
-    assert dict(enumerate(_info.CAPABILITIES)) == bits
-    assert _info.capability_names(0b100001) == ["host_put", "host_memory"]
+    assert dict(enumerate(_registry.CAPABILITIES)) == bits
+    assert _registry.capability_names(0b100001) == ["host_put", "host_memory"]
