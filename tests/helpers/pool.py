@@ -332,7 +332,7 @@ class RankPool:
         path = self._stack_file(rank)
         if ask and self.processes[rank].is_alive():
             self.signal(rank, signal.SIGUSR1)
-            end = time.monotonic() + 1.0
+            end = time.monotonic() + 2.0
             while time.monotonic() < end and not (path.exists() and path.stat().st_size):
                 time.sleep(0.02)
             time.sleep(0.05)
