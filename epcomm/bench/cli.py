@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (_launch.RanksFailed, EpcommError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("bench: interrupted", file=sys.stderr)
+        return 130
     if not measured.speaks:
         return 0
     report = reports.build(shape, measured, arguments.repeat)

@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (_launch.RanksFailed, EpcommError) as error:
         print(f"digits: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("digits: interrupted", file=sys.stderr)
+        return 130
     report = _report(arguments.layout, described, trials)
     if ranks.speaks:
         _show(report)

@@ -1,8 +1,10 @@
 """The main job: real digits through experts on several ranks, the same bits as one process."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -148,3 +150,22 @@ def test_as_a_module_of_a_fresh_process():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same bits" in done.stdout
     assert not [name for name in os.listdir("/dev/shm") if "epcomm" in name]
+
+
+def test_an_interrupt_ends_every_rank():
+    """Ctrl-C reaches the whole foreground group; the parent ends the ranks and says so."""
+    started = subprocess.Popen([sys.executable, "-m", "epcomm.examples.digits", "--ranks", "3", "--repeat", "100000"],
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    try:
+        assert "0/100000" in started.stderr.readline()  # all ranks are at work
+        os.killpg(started.pid, signal.SIGINT)
+        _, err = started.communicate(timeout=60)
+        assert started.returncode == 130, err
+        assert "digits: interrupted" in err
+        with pytest.raises(ProcessLookupError):  # the group is empty
+            os.killpg(started.pid, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from epcomm import _console, _info, _paths, _registry, config
+from epcomm import _console, _paths, _registry, config
 
 SECRET = "a-secret-that-nobody-may-see"
 
