@@ -63,7 +63,7 @@ def build(shape: Shape, measured: Measured, repeat: int) -> dict[str, Any]:
         "backend": measured.described[0]["backend"],
         "calls": "throughput",  # decode too, until there are low-latency calls
         "repeat": repeat,
-        "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0))},
+        "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "load_before": measured.load},
         "operations": operations,
         "skipped": measured.skipped,
         "verdict": verdict(operations, repeat),
@@ -126,6 +126,10 @@ def show(report: dict[str, Any]) -> None:
                                  "share of floor"), rows, right=range(2, 8), caption=caption)
     for case, reason in report["skipped"].items():
         print(f"skipped {case}: {reason}")
+    machine = report["machine"]
+    if machine["load_before"] > machine["cores"] / 2:
+        print(f"the machine was busy before the run (load {machine['load_before']:.1f} on {machine['cores']} cores): "
+              "trust the ratios little and the times less")
     if report["verdict"] is None:
         print(f"no verdict: {report['repeat']} repeat(s), at least {MIN_REPEATS} are needed")
     else:

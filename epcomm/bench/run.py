@@ -23,6 +23,7 @@ class Measured:
     num_ranks: int
     threads: int
     described: list[dict[str, Any]]
+    load: float  # processes that wanted a core in the minute before the run
     seconds: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     speaks: bool = True  # whether this process is the one that reports
@@ -40,6 +41,7 @@ def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int,
     baselines
         Which of :data:`BASELINES` to compare with. One that cannot run here is skipped with its reason.
     """
+    load = os.getloadavg()[0]
     found = launcher.find()
     skipped: dict[str, str] = {}
     joined = [] if found is None else _joined_baselines(found.name, baselines, skipped)
@@ -55,8 +57,8 @@ def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int,
                 skipped[baseline] = str(error)
             else:
                 jobs[baseline] = stack.enter_context(started)
-        measured = Measured(own.num_ranks, options["settings"]["threads"], own.ask(["describe"]), skipped=skipped,
-                            speaks=own.speaks)
+        measured = Measured(own.num_ranks, options["settings"]["threads"], own.ask(["describe"]), load,
+                            skipped=skipped, speaks=own.speaks)
         with _console.progress(f"{shape.mode}: {', '.join(jobs)}", WARMUP + repeat, silent=not own.speaks) as show:
             for trial in range(WARMUP + repeat):
                 # Every other trial backwards, so that no case always follows the same one.

@@ -38,6 +38,7 @@ def test_runs_through(tmp_path, capsys, backend, mode, layout, dtype, ranks):
     assert told["backend"] == backend
     assert told["shape"] == shape(mode=mode, layout=layout, dtype=dtype).as_dict()
     assert told["definitions"] == report.DEFINITIONS
+    assert told["machine"]["load_before"] >= 0
     assert list(told["operations"]) == list(report.OPERATIONS)
     for operation, parts in told["operations"].items():
         assert "epcomm" in parts["cases"]
