@@ -439,8 +439,8 @@ def _start(
 
 
 def _set_log_level() -> None:
-    level = os.environ.get("EPCOMM_LOG") and config.get("EPCOMM_LOG")
-    if level:
+    if config.is_set("EPCOMM_LOG"):
+        level = config.get("EPCOMM_LOG")
         log.setLevel(level.upper())
         if not log.handlers and not logging.getLogger().handlers:
             handler = logging.StreamHandler()

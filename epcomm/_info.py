@@ -227,9 +227,9 @@ def environment() -> dict[str, dict[str, Any]]:
     Secrets are masked. A value outside its range does not stop the listing: its row carries the error.
     """
     told = {}
-    launchers = [variable for variable in config.LAUNCHER_VARIABLES if os.environ.get(variable.name, "").strip()]
+    launchers = [variable for variable in config.LAUNCHER_VARIABLES if config.is_set(variable.name)]
     for variable in (*config.VARIABLES, *launchers):
-        is_set = bool(os.environ.get(variable.name, "").strip())
+        is_set = config.is_set(variable.name)
         value, error = None, None
         try:
             value = config.get(variable.name)

@@ -109,6 +109,11 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> Any:
     return variable.parse(name, text) if text else variable.default
 
 
+def is_set(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a variable has a value of its own, good or bad."""
+    return bool((os.environ if environ is None else environ).get(_BY_NAME[name].name, "").strip())
+
+
 def in_effect(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """All variables with the values in effect now, in table order; of a secret only that it is set."""
     values = {variable.name: get(variable.name, environ) for variable in VARIABLES}

@@ -26,10 +26,10 @@ constexpr int64_t kHelloWithin = 5000 * kMillisecond;
 struct Hello {
   char magic[8];
   int32_t rank;
-  unsigned char token[16];
+  unsigned char secret[16];
 };
 
-enum class Answer : int32_t { kGiven = 0, kWrongToken = 1 };
+enum class Answer : int32_t { kGiven = 0, kWrongSecret = 1 };
 
 struct Reply {
   char magic[8];
@@ -121,8 +121,8 @@ ssize_t receive_with_fds(int socket, Reply* reply, std::vector<UniqueFd>* fds) {
 // The state of one run().
 class Run {
  public:
-  Run(const FdExchange::Request& request, int listener, const Key& token)
-      : request_(request), listener_(listener), token_(token) {}
+  Run(const FdExchange::Request& request, int listener, const Key& secret)
+      : request_(request), listener_(listener), secret_(secret) {}
 
   Status operator()(std::vector<FdExchange::Peer>* out);
 
@@ -156,7 +156,7 @@ class Run {
 
   const FdExchange::Request& request_;
   const int listener_;
-  const Key token_;
+  const Key secret_;
   std::vector<Link> links_;
   std::vector<Visitor> visitors_;
 };
@@ -217,7 +217,7 @@ Status Run::ask(int peer, FdExchange::Peer* out) {
   Hello hello{};
   std::memcpy(hello.magic, kMagic, sizeof kMagic);
   hello.rank = request_.rank;
-  std::memcpy(hello.token, theirs.token.data(), theirs.token.size());
+  std::memcpy(hello.secret, theirs.secret.data(), theirs.secret.size());
   if (send(link.socket.get(), &hello, sizeof hello, MSG_NOSIGNAL) != ssize_t(sizeof hello)) {
     return errno == EPIPE || errno == ECONNRESET ? gave_up(peer, out->process)
                                                  : system_error(peer, errno, "sending to a peer");
@@ -250,8 +250,8 @@ Status Run::take(int peer, FdExchange::Peer* out) {
       std::memcmp(reply.magic, kMagic, sizeof kMagic) != 0) {
     return no_sharing(peer, "what answers at the peer's socket is not epcomm");
   }
-  if (reply.answer == Answer::kWrongToken) {
-    return no_sharing(peer, "the peer refused this rank's token: it belongs to another job");
+  if (reply.answer == Answer::kWrongSecret) {
+    return no_sharing(peer, "the peer refused this rank's secret: it belongs to another job");
   }
   if (fds.size() != request_.fds.size()) {
     return no_sharing(peer, "the peer gave another number of descriptors");
@@ -290,19 +290,19 @@ void Run::hear(Visitor* visitor) {
   Hello hello{};
   const ssize_t got = recv(visitor->socket.get(), &hello, sizeof hello, MSG_TRUNC);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-  Key token;
-  std::memcpy(token.data(), hello.token, token.size());
+  Key secret;
+  std::memcpy(secret.data(), hello.secret, secret.size());
   if (got != ssize_t(sizeof hello) || std::memcmp(hello.magic, kMagic, sizeof kMagic) != 0) {
     visitor->socket.reset();
     return;
   }
   const int rank = hello.rank;
-  const bool right = same_key(token, token_) && rank >= 0 && size_t(rank) < links_.size() &&
+  const bool right = same_key(secret, secret_) && rank >= 0 && size_t(rank) < links_.size() &&
                      !links_[size_t(rank)].served;
   if (!right) {
     Reply reply{};
     std::memcpy(reply.magic, kMagic, sizeof kMagic);
-    reply.answer = Answer::kWrongToken;
+    reply.answer = Answer::kWrongSecret;
     send(visitor->socket.get(), &reply, sizeof reply, MSG_NOSIGNAL);
     visitor->socket.reset();
     return;
@@ -419,7 +419,7 @@ Status Run::operator()(std::vector<FdExchange::Peer>* out) {
 
 Status FdExchange::listen() {
   EPCOMM_RETURN_IF_ERROR(random_key(&socket_));
-  EPCOMM_RETURN_IF_ERROR(random_key(&token_));
+  EPCOMM_RETURN_IF_ERROR(random_key(&secret_));
   UniqueFd listener = open_socket();
   if (!listener) return system_error(-1, errno, "opening a Unix socket");
   sockaddr_un address;
@@ -436,7 +436,7 @@ Status FdExchange::listen() {
 
 void FdExchange::describe(Info* info) const {
   info->set("socket", socket_);
-  info->set("token", token_);
+  info->set("secret", secret_);
   info->set("host", host_identity());
   info->set("netns", network_namespace());
   info->set("uid", uint64_t(geteuid()));
@@ -444,7 +444,7 @@ void FdExchange::describe(Info* info) const {
 
 Status FdExchange::parse(const Info& info, int peer, PeerAddress* out) {
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "socket", &out->socket));
-  EPCOMM_RETURN_IF_ERROR(info.get(peer, "token", &out->token));
+  EPCOMM_RETURN_IF_ERROR(info.get(peer, "secret", &out->secret));
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "host", &out->host));
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "netns", &out->network_namespace));
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "uid", &out->user));
@@ -459,7 +459,7 @@ Status FdExchange::run(const Request& request, std::vector<Peer>* out) {
   }
   Status status;
   {
-    Run run(request, listener_.get(), token_);
+    Run run(request, listener_.get(), secret_);
     status = run(out);
   }
   close();

@@ -1,8 +1,8 @@
 // Gives this rank's file descriptors to its peers on the same host and takes theirs, through an
 // abstract Unix socket with a random name. Whoever connects must run as the same user and know a
-// random token before it is given anything.
+// random secret before it is given anything.
 //
-// Every rank pulls from every peer: it connects, says who it is and the token, and gets the
+// Every rank pulls from every peer: it connects, says who it is and the secret, and gets the
 // descriptors. One thread, one poll loop: ranks may come in any order, and connections stay open
 // until the end, so that a rank which fails is seen by the others at once.
 #pragma once
@@ -20,7 +20,7 @@ namespace epcomm::common {
 struct PeerAddress {
   bool wanted = false;
   Key socket{};
-  Key token{};
+  Key secret{};
   std::string host;
   uint64_t network_namespace = 0;
   uint64_t user = 0;
@@ -58,7 +58,7 @@ class FdExchange {
  private:
   UniqueFd listener_;
   Key socket_{};
-  Key token_{};
+  Key secret_{};
 };
 
 }  // namespace epcomm::common

@@ -1,4 +1,4 @@
-// Random bytes of the kernel: names, tokens and nonces that nobody can guess.
+// Random bytes of the kernel: names, secrets and nonces that nobody can guess.
 #pragma once
 
 #include <sys/random.h>

@@ -7,7 +7,6 @@
 
 #include "common/clock.hpp"
 #include "common/errors.hpp"
-#include "epcomm/heap.h"
 
 namespace epcomm::common {
 namespace {

@@ -15,7 +15,6 @@
 #include "common/liveness.hpp"
 #include "common/segment.hpp"
 #include "common/waiter.hpp"
-#include "epcomm/heap.h"
 #include "shm/factory.hpp"
 
 namespace epcomm::shm {

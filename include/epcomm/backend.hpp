@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "epcomm/base.h"
 #include "epcomm/status.hpp"
 
 namespace epcomm {
@@ -40,7 +41,7 @@ enum class PeerState : uint64_t {
 
 // How a wait is described and bounded. The clock starts when the wait starts.
 struct WaitSpec {
-  const char* operation;  // "dispatch"
+  const char* operation;  // as the user calls it
   const char* phase;      // "entry", "data", ...
   double timeout_s;
   // Called about every 50 ms by a waiting thread that belongs to Python; non-zero ends the wait

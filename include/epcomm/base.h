@@ -22,3 +22,10 @@ using uint64_t = unsigned long long;
 #else
 #define EPCOMM_HD inline
 #endif
+
+namespace epcomm {
+
+// A signal word has a cache line of its own: its writer is another core, NIC or GPU.
+constexpr uint64_t kSignalStride = 64;
+
+}  // namespace epcomm

@@ -14,8 +14,6 @@
 
 namespace epcomm {
 
-// A signal word has a cache line of its own: its writer is another core, NIC or GPU.
-constexpr uint64_t kSignalStride = 64;
 // One entry record: header, error text, then the per-rank and per-expert counts.
 constexpr uint64_t kEntryTextBytes = 640;
 

@@ -91,7 +91,7 @@ def need_unshare(*flags):
     (lambda info: info.replace(b"shm 1\n", b"shm 2\n"), "rank 1 speaks `shm 2`, this rank `shm 1`"),
     (lambda info: info.replace(b"shm 1\n", b"ibrc 1\n"), "rank 1 speaks `ibrc 1`"),
     (lambda info: info[:-3], "damaged"),
-    (lambda info: re.sub(rb"token .*\n", b"", info), "no `token`"),
+    (lambda info: re.sub(rb"secret .*\n", b"", info), "no `secret`"),
     (lambda info: with_field(info, "nonce", "zz"), "`nonce` is no key"),
     (lambda info: with_field(info, "heap", "-5"), "`heap` is no number"),
 ])
@@ -126,12 +126,12 @@ def test_arguments_of_connect(rank, state_word, text):
 # ---- sharing is proved
 
 
-def test_a_wrong_token_gets_nothing():
+def test_a_wrong_secret_gets_nothing():
     (a, info_a), (b, info_b) = new_backend(), new_backend()
-    forged = with_field(info_b, "token", "0" * 32)
+    forged = with_field(info_b, "secret", "0" * 32)
     errors = connect_in_threads([a, b], {0: [info_a, forged], 1: [info_a, info_b]}, 5.0)
     assert isinstance(errors[0], BackendUnavailableError)
-    assert "ranks 0 and 1 do not share memory" in str(errors[0]) and "token" in str(errors[0])
+    assert "ranks 0 and 1 do not share memory" in str(errors[0]) and "secret" in str(errors[0])
     assert isinstance(errors[1], BackendUnavailableError) and "rank 0 gave up" in str(errors[1])
 
 
@@ -249,24 +249,24 @@ def got(connection):
     return data, len(descriptors)
 
 
-def hello(rank, token, magic=MAGIC):
-    return struct.pack("=8si16s", magic, rank, token)
+def hello(rank, secret, magic=MAGIC):
+    return struct.pack("=8si16s", magic, rank, secret)
 
 
 def test_a_hostile_connector_gets_no_descriptor_and_does_no_harm():
     (a, info_a), (b, info_b) = new_backend(), new_backend()
-    token = bytes.fromhex(field(info_a, "token"))
-    almost = bytes([token[0] ^ 1]) + token[1:]
+    secret = bytes.fromhex(field(info_a, "secret"))
+    almost = bytes([secret[0] ^ 1]) + secret[1:]
     messages = [
         None,  # says nothing
         b"x",
         b"x" * 4000,
         hello(1, b"\0" * 16),
         hello(1, almost),
-        hello(1, token, b"epcomm/9"),
-        hello(7, token),
-        hello(-1, token),
-        hello(0, token),
+        hello(1, secret, b"epcomm/9"),
+        hello(7, secret),
+        hello(-1, secret),
+        hello(0, secret),
     ]
     strangers = [stranger(info_a, message) for message in messages]
     assert connect_in_threads([a, b], [info_a, info_b]) == [None, None]
@@ -280,11 +280,11 @@ def test_a_hostile_connector_gets_no_descriptor_and_does_no_harm():
         stranger(info_a)
 
 
-def test_the_right_token_gets_exactly_one_descriptor():
-    """The counterpart of the test above: its stranger would be let in, were the token right."""
+def test_the_right_secret_gets_exactly_one_descriptor():
+    """The counterpart of the test above: its stranger would be let in, were the secret right."""
     (a, info_a), (_, info_b) = new_backend(), new_backend()
-    token = bytes.fromhex(field(info_a, "token"))
-    connection = stranger(info_a, hello(1, token))
+    secret = bytes.fromhex(field(info_a, "secret"))
+    connection = stranger(info_a, hello(1, secret))
     thread = threading.Thread(target=connect_in_threads, args=([a], [info_a, info_b], 1.0))
     thread.start()
     assert got(connection)[1] == 1
@@ -297,10 +297,10 @@ def test_another_user_is_refused(workers):
     (other,) = workers(1)
     other.do("os.setuid(user)", user=NOBODY)
     info_other = other.make()
-    # It knows the token, comes first and is still given nothing; the ranks connect all the same.
+    # It knows the secret, comes first and is still given nothing; the ranks connect all the same.
     (a, info_a), (b, info_b) = new_backend(), new_backend()
     other.do("names.setdefault('c', __import__('socket').socket(1, 5)).connect(address)", address=address(info_a))
-    other.do("c.send(hello)", hello=hello(1, bytes.fromhex(field(info_a, "token"))))
+    other.do("c.send(hello)", hello=hello(1, bytes.fromhex(field(info_a, "secret"))))
     assert connect_in_threads([a, b], [info_a, info_b]) == [None, None]
     other.send("(c.settimeout(5), c.recvmsg(100, 100)[:2])[1]")
     answer = other.answer()
