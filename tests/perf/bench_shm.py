@@ -109,8 +109,7 @@ def main() -> int:
     _console.print_table(f"{told.ranks} ranks x {told.tokens} x {told.hidden} {told.dtype}, {told.layout} layout, "
                          f"{told.threads} thread(s), {told.repeat} repeats, slowest rank of each",
                          ("what", "median ms", "p95 ms", "least ms", "share of floor", "goal", ""), rows,
-                         right=range(1, 6), caption=f"load before the run: {load:.1f} on {len(os.sched_getaffinity(0))} "
-                                                    "cores; a busy machine tells little")
+                         right=range(1, 6), caption=f"load before the run: {load:.1f}; a busy machine tells little")
     if told.json:
         report = {"shape": shape.as_dict(), "times_s": times, "shares": shares, "stats": stats, "load_before": load}
         with open(told.json, "w", encoding="utf-8") as file:
