@@ -16,6 +16,7 @@ import tempfile
 from Cython.Build import cythonize
 from Cython.Compiler import Options
 from setuptools import Extension, setup
+from setuptools.command.sdist import sdist
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 os.chdir(HERE)
@@ -24,6 +25,20 @@ REGISTRY = runpy.run_path(os.path.join("epcomm", "_registry.py"))["BACKENDS"]
 EXTRA_FLAGS = shlex.split(os.environ.get("EPCOMM_BUILD_FLAGS", ""))
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 HEADERS = sorted(glob.glob("include/epcomm/**/*.h*", recursive=True) + glob.glob("backends/**/*.hpp", recursive=True))
+
+
+class Sdist(sdist):
+    """A source distribution also carries what no wheel needs: READMEs, tests, settings of the linters."""
+
+    def make_release_tree(self, base_dir, files):
+        built = os.path.join("build", "")  # cythonize puts the made .cpp there
+        more = {".ci/run", ".clang-format", ".cython-lint.toml", ".pre-commit-config.yaml", "ruff.toml"}
+        for folder in ("backends", "cuda", "epcomm", "include", "tests"):
+            more.update(glob.glob(f"{folder}/**/README.md", recursive=True))
+        for suffix in ("py", "cpp", "hpp"):
+            more.update(glob.glob(f"tests/**/*.{suffix}", recursive=True))
+        more.update(path for path in files if not path.startswith(built))
+        super().make_release_tree(base_dir, sorted(path for path in more if os.path.isfile(path)))
 
 
 def missing_header(headers):
@@ -95,6 +110,7 @@ def faces():
 strict = os.environ.get("EPCOMM_BUILD_STRICT") == "1"
 Options.warning_errors = strict
 setup(
+    cmdclass={"sdist": Sdist},
     ext_modules=cythonize(
         backend_extensions() + faces(),
         build_dir="build/cython",
