@@ -205,6 +205,16 @@ class Communicator:
         return self._made.caps
 
     @property
+    def num_experts(self):
+        """Experts of all ranks."""
+        return self._made.parameters["num_experts"]
+
+    @property
+    def num_topk(self):
+        """Picks per token."""
+        return self._made.parameters["num_topk"]
+
+    @property
     def num_local_experts(self):
         return self._made.local_experts[self._made.rank]
 
