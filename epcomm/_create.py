@@ -18,10 +18,12 @@ from epcomm._registry import BACKENDS, capability_names
 from epcomm._version import __version__
 from epcomm.errors import (
     BackendUnavailableError,
+    CommTimeoutError,
     EpcommError,
     InternalError,
     InvalidArgumentError,
     OutOfMemoryError,
+    PeerLostError,
     UnsupportedError,
     code_of,
     from_status,
@@ -41,6 +43,8 @@ _OPTIONS = ("num_threads", "node_id", "shm_dir", "push_only", "spin_us", "use_pi
 _MAX_INT = (1 << 31) - 1
 _MAX_EXPERTS = 1 << 20  # owners are listed per expert, and entry records grow with them
 _MAX_HEAP_BYTES = 1 << 62  # 64-bit offsets, with room for the arithmetic
+# Failures that mostly have their cause on another rank.
+_OF_OTHERS = {code_of(error()) for error in (BackendUnavailableError, CommTimeoutError, PeerLostError)}
 # What must be equal on all ranks; the rest is each rank's own business.
 _SHARED = ("num_experts", "num_topk", "hidden", "max_tokens_per_rank", "max_recv_tokens", "low_latency_max_tokens",
            "num_slots", "dtype", "expert_to_rank", "num_channels", "backend", "device kind")  # fmt: skip
@@ -229,16 +233,17 @@ class Made:
 
 def _failure(error: Exception) -> dict[str, Any]:
     if not isinstance(error, EpcommError):
-        error = InternalError(f"{type(error).__name__}: {error}")
+        foreign = OutOfMemoryError if isinstance(error, MemoryError) else InternalError
+        error = foreign(f"{type(error).__name__}: {error}")
     return {"code": code_of(error), "text": str(error), "peer": getattr(error, "peer", None)}
 
 
 def _raise(failures: list[tuple[int, dict[str, Any]]]) -> None:
-    """What all ranks raise when some of them failed: the first rank's error, with a count of the others."""
-    rank, failure = failures[0]
+    """What all ranks raise when some of them failed: the error of the first with one of its own, and who else did."""
+    rank, failure = min(failures, key=lambda failed: (failed[1]["code"] in _OF_OTHERS, failed[0]))
     text = f"rank {rank}: {failure['text']}"
     if len(failures) > 1:
-        others = ", ".join(str(other) for other, _ in failures[1:17])
+        others = ", ".join(str(other) for other, _ in failures[:17] if other != rank)
         text += f" (rank{'s' if len(failures) > 2 else ''} {others} failed too)"
     peer = failure.get("peer")
     raise from_status(failure["code"], text, -1 if peer is None else peer)
@@ -246,17 +251,16 @@ def _raise(failures: list[tuple[int, dict[str, Any]]]) -> None:
 
 def _together(group: bootstrap.Group, work: Callable[[], Any]) -> tuple[Any, list[Any], list[tuple[int, dict]]]:
     """Run ``work`` here; (its result, every rank's JSON-able result, every rank's failure)."""
-    result, failure, cause = None, None, None
+    result, failure = None, None
     try:
         result = work()
-    except Exception as error:
-        failure, cause = _failure(error), error
+    except Exception as error:  # not kept: its frames hold what was made so far, a heap maybe
+        failure = _failure(error)
+        log.info("rank %d: %s", group.rank, error)
     shown = result if isinstance(result, (dict, list, str, int, type(None))) else None
     told = group.all_gather(json.dumps({"failure": failure, "result": shown}).encode())
     told = [json.loads(data) for data in told]
     failures = [(rank, data["failure"]) for rank, data in enumerate(told) if data["failure"]]
-    if cause is not None:
-        log.info("rank %d: %s", group.rank, cause)
     return result, [data["result"] for data in told], failures
 
 
@@ -409,33 +413,41 @@ def _start(
         return backend.export_info().hex()
 
     def join(infos: list[str]) -> Any:
-        state_word = _host.heap_bytes(shape)["state_word"]
-        backend.connect(rank, [bytes.fromhex(info) for info in infos], state_word, made["timeout_s"])
-        owners, _, _ = ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])
-        return _host.HostEngine(
-            backend,
-            rank,
-            shape,
-            owners,
-            threads,
-            made["timeout_s"],
-            DTYPES,
-            made["isa"],
-            made["options"].get("push_only", False),
-        )
+        try:
+            state_word = _host.heap_bytes(shape)["state_word"]
+            backend.connect(rank, [bytes.fromhex(info) for info in infos], state_word, made["timeout_s"])
+            owners, _, _ = ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])
+            return _host.HostEngine(
+                backend,
+                rank,
+                shape,
+                owners,
+                threads,
+                made["timeout_s"],
+                DTYPES,
+                made["isa"],
+                made["options"].get("push_only", False),
+            )
+        except BaseException:
+            backend.close()  # at once: peers may be waiting for this end of a connection
+            raise
 
     engine = None
     try:
         _, infos, failures = _together(group, open_heap)
         if not failures:
             engine, _, failures = _together(group, lambda: join(infos))
-        return (None, failures) if failures else ((caps, shape, engine), [])
+        if failures:
+            engine = None
+            return None, failures
+        return (caps, shape, engine), []
     except BaseException:
         engine = None
         raise
     finally:
         if backend is not None and engine is None:
             backend.close()
+        backend = None  # its heap goes now, also where the frames of an error live on
 
 
 def _set_log_level() -> None:

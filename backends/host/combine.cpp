@@ -66,7 +66,7 @@ Status Engine::combine(const CombineArgs& args, const CallContext& context) noex
   entry.terms[kTermHandle] = int64_t(routing.generation);
 
   Status status = exchange("combine", entry, context);
-  if (!status.ok()) return break_if_lost(status);
+  if (!status.ok()) return status;
   ++stats_.combines;
   stats_.zero_copy_combines += zero_copy;
 

@@ -107,7 +107,7 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
   entry.terms[kTermHandle] = args.routing ? int64_t(args.routing->generation) : 0;
 
   Status status = exchange("dispatch", entry, context);
-  if (!status.ok()) return break_if_lost(status);
+  if (!status.ok()) return status;
   ++stats_.dispatches;
   call->peer_slot.resize(size_t(ranks));
   for (int peer = 0; peer < ranks; ++peer) call->peer_slot[size_t(peer)] = record(peer).slot;

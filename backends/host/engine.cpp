@@ -189,13 +189,14 @@ std::string Engine::term_text(int term, int64_t value) const {
 }
 
 // Every rank writes the same records, so every rank comes to the same conclusion here.
-Status Engine::agree(const char* operation, const Entry& entry) noexcept {
+Status Engine::agree(const char* operation) noexcept {
   const int ranks = options_.shape.num_ranks;
   for (int peer = 0; peer < ranks; ++peer) {
     const EntryHeader& header = record(peer);
     if (header.epoch != epoch_) {
-      return error(Code::kInternal, peer, "%s: rank %d's entry word is of call %llu, not %llu",
-                   operation, peer, (unsigned long long)header.epoch, (unsigned long long)epoch_);
+      return break_if_lost(error(
+          Code::kInternal, peer, "%s: rank %d's entry word is of call %llu, not %llu", operation,
+          peer, (unsigned long long)header.epoch, (unsigned long long)epoch_));
     }
   }
   for (int peer = 0; peer < ranks; ++peer) {
@@ -224,11 +225,10 @@ Status Engine::agree(const char* operation, const Entry& entry) noexcept {
     if (ranks > kListed) status.text += ", ...";
     return status;
   }
-  (void)entry;
   return {};
 }
 
-Status Engine::exchange(const char* operation, const Entry& entry,
+Status Engine::announce(const char* operation, const Entry& entry,
                         const CallContext& context) noexcept {
   const int ranks = options_.shape.num_ranks, me = options_.rank;
   const int experts = options_.shape.max_local_experts;
@@ -288,7 +288,14 @@ Status Engine::exchange(const char* operation, const Entry& entry,
     EPCOMM_RETURN_IF_ERROR(
         wait(peer, entry_word(layout_, peer), epoch_, operation, "entry", context));
   }
-  Status status = agree(operation, entry);
+  return {};
+}
+
+Status Engine::exchange(const char* operation, const Entry& entry,
+                        const CallContext& context) noexcept {
+  Status status = break_if_lost(announce(operation, entry, context));
+  if (!status.ok()) return status;
+  status = agree(operation);  // a refusal breaks nothing, whatever its code
   if (status.ok()) {
     if (entry.slot >= 0) {
       slot_epoch_[size_t(entry.slot)] = epoch_;
@@ -307,14 +314,14 @@ Status Engine::refuse(Op op, const Status& why, const CallContext& context) noex
   entry.status = why;
   if (entry.status.ok())
     entry.status = error(Code::kInternal, -1, "%s: refused without a reason", op_name(int64_t(op)));
-  Status status = break_if_lost(exchange(op_name(int64_t(op)), entry, context));
+  Status status = exchange(op_name(int64_t(op)), entry, context);
   return status.ok() ? why : status;
 }
 
 Status Engine::barrier(const CallContext& context) noexcept {
   if (!broken().ok()) return broken_;
   begin_epoch();
-  return break_if_lost(exchange("barrier", Entry(Op::kBarrier), context));
+  return exchange("barrier", Entry(Op::kBarrier), context);
 }
 
 // ---- data signals and loops

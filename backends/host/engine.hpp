@@ -113,8 +113,8 @@ class Engine {
  public:
   Engine(HostTransport* transport, EngineOptions options);
 
-  // Each is collective and one epoch. kInvalidArgument and others leave the engine usable;
-  // kTimeout, kPeerLost and kInterrupted break it for good.
+  // Each is collective and one epoch. What a rank refuses leaves the engine usable, whatever the
+  // code; a time-out, a lost peer and an interruption break it for good.
 
   // Take part in a call only to refuse it. Never returns ok.
   Status refuse(Op op, const Status& why, const CallContext& context) noexcept;
@@ -172,8 +172,10 @@ class Engine {
 
   // engine.cpp: one epoch's agreement
   void begin_epoch() noexcept;
+  // Announce and agree. What it returns has broken the engine already where it must.
   Status exchange(const char* operation, const Entry& entry, const CallContext& context) noexcept;
-  Status agree(const char* operation, const Entry& entry) noexcept;
+  Status announce(const char* operation, const Entry& entry, const CallContext& context) noexcept;
+  Status agree(const char* operation) noexcept;
   Status wait(int peer, uint64_t word, uint64_t value, const char* operation, const char* phase,
               const CallContext& context) noexcept;
   Status break_if_lost(Status status) noexcept;

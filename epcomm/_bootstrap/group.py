@@ -160,15 +160,20 @@ class Group:
         if self._pid != os.getpid():
             raise UnsupportedError(f"{what}: this group belongs to process {self._pid}, which forked this one")
         if self._broken is not None:
-            peer = getattr(self._broken, "peer", None)
-            raise from_status(code_of(self._broken), str(self._broken), -1 if peer is None else peer)
+            raise _like(self._broken)
 
     def _break(self, error: BaseException, what: str) -> None:
         """Half a call leaves the ranks out of step; nothing after it could be trusted."""
         if not isinstance(error, EpcommError):
             error = lost(f"{what}: rank {self.rank} gave up: {type(error).__name__}: {error}", self.rank)
-        self._broken = error
+        self._broken = _like(error)  # without the frames, which hold this group and all that its callers made
         self._give_up(error)
+
+
+def _like(error: EpcommError) -> EpcommError:
+    """The same error, raised nowhere yet."""
+    peer = getattr(error, "peer", None)
+    return from_status(code_of(error), str(error), -1 if peer is None else peer)
 
 
 def lost(text: str, peer: int | None) -> PeerLostError:

@@ -8,6 +8,7 @@ No test framework is imported here: every rank starts with this module.
 """
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -138,9 +139,20 @@ class Job:
 
     def told(self, rank, timeout_s=ANSWER_TIMEOUT_S):
         """What a rank's function sends by ``here.tell(...)``."""
-        kind, value = self._receive(rank, timeout_s)
+        kind, value = "began", None
+        while kind == "began":
+            kind, value = self._receive(rank, timeout_s)
         assert kind == "told", f"rank {rank} ended where it had something to tell: {value}"
         return value
+
+    def began(self, rank, timeout_s=ANSWER_TIMEOUT_S):
+        """Wait until a rank runs what it was told to start."""
+        kind, value = self._receive(rank, timeout_s)
+        assert kind == "began", (kind, value)
+
+    def go(self, rank):
+        """Let a rank's function go on from ``here.wait()``."""
+        self.conns[rank].send("go")
 
     def _receive(self, rank, timeout_s):
         conn = self.conns[rank]
@@ -300,12 +312,18 @@ class Here(SimpleNamespace):
         """Send a word to the test while the function runs."""
         self.conn.send(("told", value))
 
+    def wait(self):
+        """Until the test says :meth:`Job.go`."""
+        assert self.conn.recv() == "go"
+
 
 def main(conn, rank, num_ranks, backend, parent):
     """Run what comes until the parent closes."""
     import faulthandler
 
     pool._die_with_parent(parent)
+    importlib.import_module("helpers.job_calls")  # and all that it needs, so that a first function is not slow
+    importlib.import_module("epcomm")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     here = Here(rank=rank, num_ranks=num_ranks, backend=backend, state={}, conn=conn)
@@ -323,6 +341,7 @@ def main(conn, rank, num_ranks, backend, parent):
         port, (module, path, qualname, kwargs) = message
         os.environ["MASTER_PORT"] = os.environ["EPCOMM_PORT"] = str(port)
         function, value, failure = pool._load(module, path, qualname), None, None
+        conn.send(("began", None))
         start = time.monotonic()
         try:
             value = function(here, **kwargs)

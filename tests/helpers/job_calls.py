@@ -88,7 +88,7 @@ def once(here, way):
 
 
 class _Stalled:
-    """An engine whose method tells the test and then waits for as long as the process lives."""
+    """An engine whose method tells the test and then waits for its word."""
 
     def __init__(self, here, engine, method):
         self._here = here
@@ -97,14 +97,14 @@ class _Stalled:
 
     def __getattr__(self, name):
         if name == self._method:
+            self._method = None
             self._here.tell()
-            while True:
-                time.sleep(60)
+            self._here.wait()
         return getattr(self._engine, name)
 
 
 def stall_inside(here, method="dispatch_finish", way="expert"):
-    """Stop between the halves of a call: the entry is out, the rows are not."""
+    """Stop between the halves of a call: the entry is out, the rows are not. ``job.go(rank)`` lets it go on."""
     comm = here.state["comm"]
     comm._engine = _Stalled(here, comm._engine, method)
     round_trip(here, way)
