@@ -194,9 +194,9 @@ Status Engine::agree(const char* operation) noexcept {
   for (int peer = 0; peer < ranks; ++peer) {
     const EntryHeader& header = record(peer);
     if (header.epoch != epoch_) {
-      return break_if_lost(error(
-          Code::kInternal, peer, "%s: rank %d's entry word is of call %llu, not %llu", operation,
-          peer, (unsigned long long)header.epoch, (unsigned long long)epoch_));
+      return break_if_lost(
+          error(Code::kInternal, peer, "%s: rank %d's entry word is of call %llu, not %llu",
+                operation, peer, (unsigned long long)header.epoch, (unsigned long long)epoch_));
     }
   }
   for (int peer = 0; peer < ranks; ++peer) {

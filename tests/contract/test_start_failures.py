@@ -1,4 +1,4 @@
-"""B57: setting up fails, dies or hangs on one rank of three. All raise what that rank has to say; the next try works."""
+"""B57: setting up fails, dies or hangs on one rank of three. All raise what it has to say; the next try works."""
 
 import contextlib
 import os
