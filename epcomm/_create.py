@@ -258,8 +258,7 @@ def _together(group: bootstrap.Group, work: Callable[[], Any]) -> tuple[Any, lis
         failure = _failure(error)
         log.info("rank %d: %s", group.rank, error)
     shown = result if isinstance(result, (dict, list, str, int, type(None))) else None
-    told = group.all_gather(json.dumps({"failure": failure, "result": shown}).encode())
-    told = [json.loads(data) for data in told]
+    told = [json.loads(data) for data in group.all_gather(json.dumps({"failure": failure, "result": shown}).encode())]
     failures = [(rank, data["failure"]) for rank, data in enumerate(told) if data["failure"]]
     return result, [data["result"] for data in told], failures
 
