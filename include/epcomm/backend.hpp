@@ -120,10 +120,27 @@ class Backend {
   // Owned by the backend; null before connect() or without kCapHostPut.
   virtual HostTransport* host_transport() noexcept { return nullptr; }
 
-  // First error seen by a proxy or on the device; sticky.
+  // What kernels are given by value: the POD of include/epcomm/device/<name>.h, whose size `bytes`
+  // must be. Valid from connect() until close(). Backends with kCapDevicePut.
+  virtual Status device_ctx(void* /*out*/, size_t /*bytes*/) noexcept {
+    return error(Code::kUnsupported, -1, "device_ctx: not on backend %s", name());
+  }
+
+  // The next three are what the HostTransport says of peers, for backends that have none.
+  // Writes this rank's state word at every peer.
+  virtual Status announce(PeerState /*state*/) noexcept {
+    return error(Code::kUnsupported, -1, "announce: not on backend %s", name());
+  }
+  // Any thread.
+  virtual PeerState peer_state(int /*peer*/) noexcept { return PeerState::kAlive; }
+  // Ends every wait of this rank, also in kernels that run now. Any thread; the first reason stays.
+  virtual void abort(const Status& /*why*/) noexcept {}
+
+  // First error seen by a proxy or on the device; sticky. Any thread.
   virtual Status async_error() noexcept { return {}; }
 
-  // Idempotent, local, bounded time; also called by the destructor.
+  // Idempotent, local, bounded time; also called by the destructor. No kernel of this rank that
+  // reaches peers may run any more.
   virtual Status close() noexcept = 0;
 };
 
