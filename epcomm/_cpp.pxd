@@ -60,6 +60,10 @@ cdef extern from "epcomm/backend.hpp" namespace "epcomm" nogil:
         Status connect(int rank, const vector[string]& infos, uint64_t state_word, double timeout_s,
                        int (*interrupted)(void*) noexcept nogil, void* interrupted_arg)
         HostTransport* host_transport()
+        Status device_ctx(void* out, size_t size_bytes)
+        Status announce(PeerState state)
+        PeerState peer_state(int peer)
+        void abort(const Status& why)
         Status async_error()
         Status close()
 

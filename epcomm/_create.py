@@ -39,7 +39,9 @@ DTYPES = (
     "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn",
 )  # fmt: skip
 
-_OPTIONS = ("num_threads", "node_id", "shm_dir", "push_only", "spin_us", "use_pidfd")
+_OPTIONS = ("num_threads", "node_id", "shm_dir", "push_only", "spin_us", "use_pidfd", "nvlink_share")
+# Whether dispatch and combine run on a GPU. Until then a GPU is chosen by nobody but who names it, and refused there.
+DEVICE_ENGINE = False
 _MAX_INT = (1 << 31) - 1
 _MAX_EXPERTS = 1 << 20  # owners are listed per expert, and entry records grow with them
 _MAX_HEAP_BYTES = 1 << 62  # 64-bit offsets, with room for the arithmetic
@@ -288,7 +290,8 @@ def _resolve_device(made: dict[str, Any]) -> str:
     rows = [backend for backend in BACKENDS if made["backend"] is None or backend.name in made["backend"]]
     has_device_memory = any(backend.needs_cuda for backend in rows)
     if made["device"] is None:
-        return "cpu" if not has_device_memory else _current_gpu()
+        named = made["backend"] is not None and all(backend.needs_cuda for backend in rows)
+        return _current_gpu() if has_device_memory and (DEVICE_ENGINE or named) else "cpu"
     if made["device"] != "cpu" and not has_device_memory:
         names = ", ".join(backend.name for backend in rows)
         raise InvalidArgumentError(f"device is {made['device']!r}; allowed with backend {names}: 'cpu'")
@@ -405,6 +408,8 @@ def _start(
 
     def open_heap() -> str:
         nonlocal backend, shape, caps
+        if not DEVICE_ENGINE and any(row.name == name and row.needs_cuda for row in BACKENDS):
+            raise UnsupportedError(f"backend {name}: dispatch and combine do not run on a GPU yet; use device='cpu'")
         backend = importlib.import_module(f"epcomm._{name}").Backend(made["options"])
         caps = frozenset(capability_names(backend.caps))
         shape = heap_shape(made, num_ranks, channels, "peer_load_store" in caps)

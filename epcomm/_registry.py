@@ -17,6 +17,7 @@ class Backend(NamedTuple):
 
 
 BACKENDS = (
+    Backend("nvlink", "memory of GPUs of one host, driven by their kernels over NVLink or PCIe", needs_cuda=True),
     Backend("shm", "shared memory of one host, driven by host threads"),
 )
 

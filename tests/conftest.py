@@ -19,15 +19,19 @@ REQUIRED = {name.strip() for name in os.environ.get("EPCOMM_TEST_REQUIRE", "").s
 
 def _backends():
     """(name, reason why not) of each row of the registry."""
-    from epcomm import _registry
+    from epcomm import _create, _registry
+    from epcomm.errors import EpcommError
 
     rows = []
     for backend in _registry.BACKENDS:
+        reason = None
         try:
-            importlib.import_module(f"epcomm._{backend.name}")
-            rows.append((backend.name, None))
-        except ImportError as error:
-            rows.append((backend.name, f"backend {backend.name}: {error}"))
+            importlib.import_module(f"epcomm._{backend.name}").probe()
+        except (ImportError, EpcommError) as error:
+            reason = f"backend {backend.name}: {error}"
+        if reason is None and backend.needs_cuda and not _create.DEVICE_ENGINE:
+            reason = f"backend {backend.name}: dispatch and combine do not run on a GPU yet"
+        rows.append((backend.name, reason))
     return rows
 
 

@@ -1,6 +1,7 @@
 """A process of its own that evaluates expressions for a test: ``Worker`` in the parent, the script in the child."""
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -33,14 +34,15 @@ class Answer(NamedTuple):
 
 
 class Worker:
-    """One spawned process. Its namespace has ``shm`` (the module), ``b`` (set by :meth:`make`) and the helpers."""
+    """One spawned process. Its namespace has the backend's module, ``b`` (set by :meth:`make`) and the helpers."""
 
-    def __init__(self, *prefix: str) -> None:
+    def __init__(self, *prefix: str, backend: str = "shm", environment: dict[str, str] | None = None) -> None:
         mine, theirs = Pipe()
         self.connection = mine
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])}
+        env.update(environment or {})
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, os.path.abspath(__file__), str(theirs.fileno())],
+            [*prefix, sys.executable, os.path.abspath(__file__), str(theirs.fileno()), backend],
             pass_fds=[theirs.fileno()],
             env=env,
             cwd="/",
@@ -131,16 +133,16 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def main(connection: Connection) -> None:
+def main(connection: Connection, backend: str) -> None:
     """Evaluate what comes until the parent closes."""
-    from epcomm import _shm
+    module = importlib.import_module(f"epcomm._{backend}")
 
     def make(options: dict, heap_bytes: int) -> bytes:
-        names["b"] = _shm.Backend(options)
+        names["b"] = module.Backend(options)
         names["b"].alloc_heap(heap_bytes)
         return names["b"].export_info()
 
-    names = {**globals(), "shm": _shm, "make": make}
+    names = {**globals(), backend: module, "make": make}
     names["names"] = names
     while True:
         try:
@@ -160,4 +162,4 @@ def main(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+    main(Connection(int(sys.argv[1])), sys.argv[2])

@@ -1,0 +1,249 @@
+# cython: language_level=3
+"""Backend ``nvlink``: GPU memory of one host, shared by its ranks and driven by their kernels."""
+
+import logging
+
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stdint cimport uint64_t
+from libcpp cimport bool as cbool
+from libcpp.memory cimport unique_ptr
+from libcpp.pair cimport pair
+from libcpp.string cimport string
+from libcpp.utility cimport move
+from libcpp.vector cimport vector
+
+from epcomm cimport _cpp
+from epcomm._cpp cimport check, check_signals
+
+from epcomm import config
+from epcomm.errors import InvalidArgumentError, OutOfMemoryError
+
+log = logging.getLogger("epcomm")
+
+
+cdef extern from "epcomm/device/nvlink.h" namespace "epcomm::device" nogil:
+    struct NvlinkCtx:
+        uint64_t heap
+
+
+cdef extern from "nvlink/factory.hpp" namespace "epcomm::nvlink" nogil:
+    enum class Share(int):
+        kAuto
+        kFd
+        kFabric
+        kIpc
+
+    struct Options:
+        int device
+        Share share
+        cbool use_pidfd
+
+    cppclass NvlinkBackend(_cpp.Backend):
+        int device()
+        Share share()
+        uint64_t heap()
+        uint64_t peer_heap(int peer)
+        vector[int] same_gpu() except +
+
+    _cpp.Status c_probe "epcomm::nvlink::probe"()
+    unique_ptr[NvlinkBackend] create(const Options& options)
+    vector[pair[int, int]] c_missing_pairs "epcomm::nvlink::missing_pairs"(
+        const vector[string]& uuids, const vector[vector[string]]& blocked) except +
+
+
+_SHARES = ("auto", "fd", "fabric", "ipc")  # numbers of Share
+
+
+def probe() -> None:
+    """Do nothing if this backend can run here. Initialises the driver, but makes no context.
+
+    Raises
+    ------
+    BackendUnavailableError
+        It cannot; the text is the reason.
+    """
+    with nogil:
+        check(c_probe())
+
+
+def missing_pairs(uuids: list[bytes], blocked: list[list[bytes]]) -> list[tuple[int, int]]:
+    """Pairs of ranks whose GPUs cannot access each other.
+
+    Parameters
+    ----------
+    uuids : list of bytes
+        Each rank's GPU, 32 hexadecimal digits.
+    blocked : list of list of bytes
+        Of each rank, the GPUs that its own sees and cannot access: the first 16 digits of their UUIDs.
+    """
+    cdef vector[string] c_uuids = uuids
+    cdef vector[vector[string]] c_blocked = blocked
+    return c_missing_pairs(c_uuids, c_blocked)
+
+
+cdef class Backend:
+    """One rank's end of the backend: ``alloc_heap``, ``export_info``, ``connect``, use, ``close``.
+
+    Parameters
+    ----------
+    options : dict
+        ``device`` (index of the GPU as this process counts; default 0), ``nvlink_share`` (``auto``, ``fd``,
+        ``fabric`` or ``ipc``; default ``EPCOMM_NVLINK_SHARE``) and ``use_pidfd`` (``False``: watch peers as on a
+        kernel without pidfds). Other keys are left to others.
+    """
+
+    cdef unique_ptr[NvlinkBackend] impl
+
+    def __init__(self, options: dict | None = None) -> None:
+        cdef Options c_options
+        if self.impl.get() != NULL:
+            raise InvalidArgumentError("a Backend is initialised once")
+        options = options or {}
+        device = options.get("device", 0)
+        if isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < 65536:
+            raise InvalidArgumentError(f"device={device!r}: expected the index of a GPU from 0")
+        share = options.get("nvlink_share") or config.get("EPCOMM_NVLINK_SHARE")
+        if share not in _SHARES:
+            raise InvalidArgumentError(f"nvlink_share={share!r}: expected one of {', '.join(_SHARES)}")
+        c_options.device = device
+        c_options.share = <Share><int>_SHARES.index(share)
+        c_options.use_pidfd = bool(options.get("use_pidfd", True))
+        with nogil:
+            self.impl = move(create(c_options))
+        if self.impl.get() == NULL:
+            raise OutOfMemoryError("no memory for the backend object")
+
+    def __dealloc__(self):
+        with nogil:
+            self.impl.reset()
+
+    @property
+    def name(self) -> str:
+        """The word ``nvlink``."""
+        return self.impl.get().name().decode()
+
+    @property
+    def caps(self) -> int:
+        """Capability bits, ``epcomm::Caps``."""
+        return self.impl.get().caps()
+
+    @property
+    def device(self) -> int:
+        """Index of the GPU as this process counts."""
+        return self.impl.get().device()
+
+    @property
+    def share(self) -> str:
+        """How the heap is handed to peers: ``fd``, ``fabric`` or ``ipc``; ``auto`` before ``alloc_heap``."""
+        return _SHARES[<int>self.impl.get().share()]
+
+    @property
+    def same_gpu(self) -> list[int]:
+        """Other ranks on the same GPU, known once connected."""
+        return self.impl.get().same_gpu()
+
+    @property
+    def heap_ptr(self) -> int:
+        """Device address of the own heap, 0 before ``alloc_heap``."""
+        return self.impl.get().heap()
+
+    def alloc_heap(self, size_bytes: int) -> None:
+        """Make this rank's heap in the GPU's memory, zeroed.
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is no room; the text gives bytes asked, bytes free and the remedy.
+        BackendUnavailableError
+            The GPU cannot be used, or shares no memory with other processes; the text says why.
+        """
+        cdef uint64_t c_size_bytes = size_bytes
+        with nogil:
+            check(self.impl.get().alloc_heap(c_size_bytes))
+
+    def export_info(self) -> bytes:
+        """Bytes that peers need in order to connect, at most 1 KiB."""
+        cdef string info
+        with nogil:
+            check(self.impl.get().export_info(&info))
+        return info
+
+    def connect(self, rank: int, infos: list[bytes], state_word: int, timeout_s: float) -> None:
+        """Reach every peer. Collective: all ranks must call.
+
+        Parameters
+        ----------
+        rank : int
+            Own rank.
+        infos : list of bytes
+            ``export_info()`` of all ranks, in rank order.
+        state_word : int
+            Heap offset of the words through which peers say that they left.
+        timeout_s : float
+            Seconds to wait for the peers; also the deadline of waits in kernels that name none.
+
+        Raises
+        ------
+        BackendUnavailableError
+            A peer cannot be reached; the text names it and the reason.
+        CommTimeoutError
+            Peers did not come; the text names them.
+        """
+        cdef int c_rank = rank
+        cdef vector[string] c_infos = infos
+        cdef uint64_t c_state_word = state_word
+        cdef double c_timeout_s = timeout_s
+        with nogil:
+            check(self.impl.get().connect(c_rank, c_infos, c_state_word, c_timeout_s, check_signals, NULL))
+        others = self.same_gpu
+        if others and rank < min(others):
+            ranks = ", ".join(map(str, [rank, *others]))
+            log.warning("ranks %s share one GPU: they take turns on it, which is slow", ranks)
+
+    def close(self) -> None:
+        """Let go of the peers, in bounded time; idempotent. The own heap lives as long as this object."""
+        with nogil:
+            check(self.impl.get().close())
+
+    def capsule(self) -> object:
+        """Capsule ``epcomm.Backend`` of the ``epcomm::Backend*``; keep this object while you use it."""
+        return PyCapsule_New(<void*><_cpp.Backend*>self.impl.get(), "epcomm.Backend", NULL)
+
+    def device_ctx(self) -> bytes:
+        """Bytes of the ``epcomm::device::NvlinkCtx`` that kernels take by value; valid until ``close``."""
+        cdef NvlinkCtx ctx
+        with nogil:
+            check(self.impl.get().device_ctx(&ctx, sizeof(ctx)))
+        return (<char*>&ctx)[:sizeof(ctx)]
+
+    def peer_ptr(self, peer: int, offset: int = 0) -> int:
+        """Device address of a byte of a peer's heap in this process, 0 if there is none."""
+        cdef uint64_t heap = self.impl.get().peer_heap(peer)
+        return heap + offset if heap else 0
+
+    def announce(self, state: int) -> None:
+        """Write this rank's state word at every peer: 1 left, 2 gave up."""
+        cdef _cpp.PeerState c_state = <_cpp.PeerState><uint64_t>state
+        with nogil:
+            check(self.impl.get().announce(c_state))
+
+    def peer_state(self, peer: int) -> int:
+        """0 alive, 1 left, 2 gave up, 3 its process ended."""
+        cdef int c_peer = peer
+        cdef _cpp.PeerState state
+        with nogil:
+            state = self.impl.get().peer_state(c_peer)
+        return <int>state
+
+    def abort(self, text: str = "aborted") -> None:
+        """End every wait of this rank's kernels, now and later. Any thread."""
+        cdef _cpp.Status why
+        why.code = _cpp.Code.kPeerLost
+        why.text = text.encode()
+        with nogil:
+            self.impl.get().abort(why)
+
+    def check(self) -> None:
+        """Raise the first error that the host has seen: ``abort``, or a peer whose process ended."""
+        with nogil:
+            check(self.impl.get().async_error())
