@@ -6,6 +6,8 @@ Each rank holds a part of the images and a part of the 8 experts. A fixed gate, 
 experts per image; ``dispatch`` brings the images to the ranks of their experts, ``combine`` brings the results back.
 Every value is compared bit for bit with one process that runs the whole layer alone. Exit code 1 if a bit differs.
 
+With ``--train`` a classifier with such a layer is trained, by `epcomm.torch`, and each loss compared with one process.
+
 Under ``torchrun`` or ``mpirun`` it joins their ranks; otherwise it starts its own.
 """
 
@@ -27,13 +29,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; returns the exit code."""
     arguments = _parse(argv)
     try:
+        if arguments.train:
+            from epcomm.examples import _digits_train  # needs torch
+
+            return _digits_train.main(arguments)
         # Ranks that are started here get the images from here: importing scikit-learn takes each of them seconds.
         options = {"images": _moe.load_images().tobytes().hex(), "layout": arguments.layout,
                    "backend": arguments.backend, "timeout_s": arguments.timeout_s}
         with _launch.join_or_start(WORKER, options, arguments.ranks, arguments.timeout_s) as ranks:
             described, trials = _run(ranks, arguments.repeat)
-    except ModuleNotFoundError as error:
-        print(f"digits: {error}; `pip install scikit-learn` brings the images", file=sys.stderr)
+    except ImportError as error:
+        missing = "torch" if arguments.train and "torch" in str(error) else "scikit-learn"
+        print(f"digits: {error}; `pip install {missing}` brings what is missing", file=sys.stderr)
         return 1
     except (_launch.RanksFailed, EpcommError) as error:
         print(f"digits: {error}", file=sys.stderr)
@@ -58,7 +65,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=_count, default=20, help="how often all images travel (default 20)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="deadline of each step (default 60)")
     parser.add_argument("--json", metavar="FILE", help="write the report to a file too")
-    return parser.parse_args(argv)
+    parser.add_argument("--train", action="store_true", help="train a classifier instead (needs torch)")
+    parser.add_argument("--plot", metavar="FILE", help="with --train: draw the losses (needs matplotlib)")
+    arguments = parser.parse_args(argv)
+    if arguments.plot and not arguments.train:
+        parser.error("--plot draws the losses of --train")
+    return arguments
 
 
 def _count(text: str) -> int:
