@@ -173,8 +173,10 @@ def works(worker):
 @pytest.mark.parametrize("way", ["fd", "ipc"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_kernels_write_into_each_others_heaps(start, num_ranks, way):
-    """All wait first; then each sends to the next."""
+    """All wait first; then each sends to the next. Heaps begin as zeros, though the memory was used before."""
     ranks = start(num_ranks, {"nvlink_share": way})
+    for worker in ranks:
+        assert not any(worker.do("g.read(b.heap_ptr, size, r.stream)", size=HEAP_BYTES))
     assert [worker.do("b.share") for worker in ranks] == [way] * num_ranks
     for rank, worker in enumerate(ranks):
         before = (rank - 1) % num_ranks
