@@ -35,7 +35,7 @@ class Sdist(sdist):
         more = {".ci/run", ".clang-format", ".cython-lint.toml", ".pre-commit-config.yaml", "ruff.toml"}
         for folder in ("backends", "cuda", "epcomm", "include", "tests"):
             more.update(glob.glob(f"{folder}/**/README.md", recursive=True))
-        for suffix in ("py", "cpp", "hpp"):
+        for suffix in ("py", "cpp", "hpp", "cu"):
             more.update(glob.glob(f"tests/**/*.{suffix}", recursive=True))
         more.update(path for path in files if not path.startswith(built))
         super().make_release_tree(base_dir, sorted(path for path in more if os.path.isfile(path)))
