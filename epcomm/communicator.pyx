@@ -496,6 +496,7 @@ class Communicator:
         engine.close()
 
     def __enter__(self):
+        self._check_usable("with")
         return self
 
     def __exit__(self, kind, value, traceback):
