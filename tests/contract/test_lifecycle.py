@@ -445,7 +445,7 @@ def test_b25_dropped_with_a_call_that_cannot_end(job, cycle):
 
 
 def drop_async_calls(here, times):
-    """Results of async calls dropped before they end: memory lives until they have, then goes; later calls are right."""
+    """Results of async calls dropped before they end: their memory lives until then; later calls are right."""
     comm = here.state["comm"]
     x, idx = inputs(here.rank)
     for number in range(times):
