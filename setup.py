@@ -101,7 +101,11 @@ def backend_extensions():
 
 def faces():
     """Extensions that are not backends: the user's face and the engines."""
-    patterns = {"_host": ["host/*.cpp"], "_rows": ["host/rows*.cpp", "host/layout.cpp"]}
+    patterns = {
+        "_host": ["host/*.cpp"],
+        "_rows": ["host/rows*.cpp", "host/layout.cpp"],
+        "_device_ops": ["device/*.cpp", "common/driver.cpp"],
+    }
     backends = {f"_{backend.name}" for backend in REGISTRY}
     modules = sorted(os.path.basename(path)[:-4] for path in glob.glob("epcomm/*.pyx"))
     return [extension(module, patterns.get(module, [])) for module in modules if module not in backends]

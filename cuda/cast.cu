@@ -36,92 +36,138 @@ __device__ void two_floats(uint32_t codes, float* first, float* second) {
 #endif
 }
 
-// The group a few threads work at: kCastLanes of them, kCastItems items each.
+// The group that kCastLanes threads work at. Each has kCastItems items, in pieces of 16 bytes of
+// floats; pieces of neighbours lie side by side.
 struct Group {
   int64_t token;
   int64_t group;
-  int64_t item;  // of this thread, the first
 };
 
-__device__ Group group_of(const CastArgs& args, int64_t number, int lane) {
+__device__ Group group_of(const CastArgs& args, int64_t number) {
   Group at{};
-  at.token = number / args.groups;
+  if (number <= int64_t(~0u) && args.groups <= int64_t(~0u)) {  // many times cheaper than 64 bits
+    at.token = uint32_t(number) / uint32_t(args.groups);
+  } else {
+    at.token = number / args.groups;
+  }
   at.group = number - at.token * args.groups;
-  at.item = at.group * kScaleGroup + lane * kCastItems;
   return at;
 }
 
 template <typename Format>
-__device__ void load_items(const CastArgs& args, const Group& at, float* value) {
+struct Pieces {
+  static constexpr int kCount = kCastItems / Format::kPerPiece;
+  __device__ static int64_t item(const Group& at, int piece, int lane) {
+    return at.group * kScaleGroup + (piece * kCastLanes + lane) * Format::kPerPiece;
+  }
+};
+
+// kPerPiece codes of a piece as one word.
+template <typename Format>
+__device__ void store_codes(uint8_t* to, const uint32_t* codes) {
+  if constexpr (Format::kPerPiece == 8) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(codes[0], codes[1]);
+  } else {
+    *reinterpret_cast<uint32_t*>(to) = codes[0];
+  }
+}
+template <typename Format>
+__device__ void load_codes(const uint8_t* from, uint32_t* codes) {
+  if constexpr (Format::kPerPiece == 8) {
+    const uint2 word = *reinterpret_cast<const uint2*>(from);
+    codes[0] = word.x;
+    codes[1] = word.y;
+  } else {
+    codes[0] = *reinterpret_cast<const uint32_t*>(from);
+  }
+}
+
+// What a thread has of a group, as it lies in memory: whole pieces, or codes one by one.
+template <typename Format>
+struct Raw {
+  Piece16 piece[Pieces<Format>::kCount];
+};
+
+template <typename Format>
+__device__ Raw<Format> load_raw(const CastArgs& args, const Group& at, int lane) {
   using Code = typename Format::Code;
+  constexpr int kPer = Format::kPerPiece;
   const uint8_t* const row = offset_by(args.x.data, at.token * args.x.row_stride);
-  if (args.vector) {
-    constexpr int kPieces = kCastItems / Format::kPerPiece;
-    if (at.item < args.width) {
-      Piece16 piece[kPieces];
+  const bool aligned = args.x.unit >= int32_t(sizeof(Code));
+  Raw<Format> raw{};
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        piece[i] = load16(row + at.item * int64_t(sizeof(Code)) + i * 16);
-      }
-#pragma unroll
-      for (int i = 0; i < kCastItems; ++i) {
-        value[i] = Format::at(piece[i / Format::kPerPiece], i % Format::kPerPiece);
-      }
-      return;
+  for (int i = 0; i < Pieces<Format>::kCount; ++i) {
+    const int64_t first = Pieces<Format>::item(at, i, lane);
+    if (args.vector) {
+      if (first < args.width) raw.piece[i] = load16(row + first * int64_t(sizeof(Code)));
+      continue;
     }
 #pragma unroll
-    for (int i = 0; i < kCastItems; ++i) value[i] = 0.0f;
-    return;
+    for (int j = 0; j < kPer; ++j) {
+      const int64_t item = first + j;
+      if (item < args.width) {
+        const Code code = load_item<Code>(row + item * args.x.item_stride, aligned);
+        raw.piece[i].word[j * int(sizeof(Code)) / 4] |= uint32_t(code)
+                                                        << (j * int(sizeof(Code)) % 4 * 8);
+      }
+    }
   }
-  const bool aligned = args.x.unit >= int32_t(sizeof(Code));
-#pragma unroll
-  for (int i = 0; i < kCastItems; ++i) {
-    const int64_t item = at.item + i;
-    value[i] = item < args.width
-                   ? Format::read(load_item<Code>(row + item * args.x.item_stride, aligned))
-                   : 0.0f;
-  }
+  return raw;
 }
 
 template <typename Format>
 __device__ void quantize(const CastArgs& args) {
+  constexpr int kPer = Format::kPerPiece;
   const int lane = int(threadIdx.x) % kCastLanes;
   const int64_t step = int64_t(gridDim.x) * (kCastThreads / kCastLanes);
-  const int64_t first = int64_t(blockIdx.x) * (kCastThreads / kCastLanes);
   const int64_t num_groups = args.num_tokens * args.groups;
-  for (int64_t base = first; base < num_groups; base += step) {
-    const int64_t number = base + int(threadIdx.x) / kCastLanes;
-    const bool inside = number < num_groups;  // the warp stays together for the shuffles
-    const Group at = group_of(args, inside ? number : 0, lane);
+  // The threads of a warp take the same steps, for the shuffles.
+  int64_t base = int64_t(blockIdx.x) * (kCastThreads / kCastLanes);
+  const int64_t ahead = int(threadIdx.x) / kCastLanes;
+  Group next = group_of(args, base + ahead < num_groups ? base + ahead : 0);
+  Raw<Format> next_raw = load_raw<Format>(args, next, lane);
+  for (; base < num_groups; base += step) {
+    const int64_t number = base + ahead;
+    const Group at = next;
+    const Raw<Format> raw = next_raw;
+    if (base + step < num_groups) {  // on its way while this group is computed
+      next = group_of(args, number + step < num_groups ? number + step : 0);
+      next_raw = load_raw<Format>(args, next, lane);
+    }
     float value[kCastItems];
-    load_items<Format>(args, at, value);
     uint32_t amax = 0;
 #pragma unroll
-    for (int i = 0; i < kCastItems; ++i) amax = max(amax, finite_magnitude(value[i]));
+    for (int i = 0; i < kCastItems; ++i) {
+      value[i] = Format::at(raw.piece[i / kPer], i % kPer);
+      amax = max(amax, finite_magnitude(value[i]));
+    }
 #pragma unroll
     for (int far = kCastLanes / 2; far > 0; far /= 2) {
       amax = max(amax, __shfl_xor_sync(~0u, amax, far));
     }
     const float scale = group_scale(amax, args.round_scale);
     const float inverse = inverse_scale(scale);
-    if (!inside) continue;
+    if (number >= num_groups) continue;
     if (lane == 0) args.scales[number] = scale;
-    uint32_t codes[kCastItems / 4];
+    uint8_t* const row = static_cast<uint8_t*>(args.y) + at.token * args.width;
 #pragma unroll
-    for (int i = 0; i < kCastItems / 4; ++i) {
-      codes[i] =
-          two_codes(__fmul_rn(value[4 * i], inverse), __fmul_rn(value[4 * i + 1], inverse)) |
-          two_codes(__fmul_rn(value[4 * i + 2], inverse), __fmul_rn(value[4 * i + 3], inverse))
-              << 16;
-    }
-    uint8_t* const to = static_cast<uint8_t*>(args.y) + at.token * args.width + at.item;
-    if (args.vector) {
-      if (at.item < args.width) *reinterpret_cast<uint2*>(to) = make_uint2(codes[0], codes[1]);
-      continue;
-    }
+    for (int i = 0; i < Pieces<Format>::kCount; ++i) {
+      uint32_t codes[kPer / 4];
 #pragma unroll
-    for (int i = 0; i < kCastItems; ++i) {
-      if (at.item + i < args.width) to[i] = uint8_t(codes[i / 4] >> (i % 4 * 8));
+      for (int j = 0; j < kPer / 4; ++j) {
+        const float* const four = value + i * kPer + 4 * j;
+        codes[j] = two_codes(__fmul_rn(four[0], inverse), __fmul_rn(four[1], inverse)) |
+                   two_codes(__fmul_rn(four[2], inverse), __fmul_rn(four[3], inverse)) << 16;
+      }
+      const int64_t item = Pieces<Format>::item(at, i, lane);
+      if (args.vector) {
+        if (item < args.width) store_codes<Format>(row + item, codes);
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < kPer; ++j) {
+        if (item + j < args.width) row[item + j] = uint8_t(codes[j / 4] >> (j % 4 * 8));
+      }
     }
   }
 }
@@ -129,6 +175,7 @@ __device__ void quantize(const CastArgs& args) {
 template <typename Format>
 __device__ void dequantize(const CastArgs& args) {
   using Code = typename Format::Code;
+  constexpr int kPer = Format::kPerPiece;
   const int lane = int(threadIdx.x) % kCastLanes;
   const int64_t step = int64_t(gridDim.x) * (kCastThreads / kCastLanes);
   const int64_t first = int64_t(blockIdx.x) * (kCastThreads / kCastLanes);
@@ -136,46 +183,43 @@ __device__ void dequantize(const CastArgs& args) {
   for (int64_t base = first; base < num_groups; base += step) {
     const int64_t number = base + int(threadIdx.x) / kCastLanes;
     if (number >= num_groups) return;
-    const Group at = group_of(args, number, lane);
-    if (at.item >= args.width) continue;
+    const Group at = group_of(args, number);
     const uint8_t* const row = offset_by(args.x.data, at.token * args.x.row_stride);
-    uint32_t codes[kCastItems / 4] = {};
-    if (args.vector) {
-      const uint2 word = *reinterpret_cast<const uint2*>(row + at.item);
-      codes[0] = word.x;
-      codes[1] = word.y;
-    } else {
+    Code* const to = static_cast<Code*>(args.y) + at.token * args.width;
+    const float scale = load_float(args.given, at.token, at.group);
 #pragma unroll
-      for (int i = 0; i < kCastItems; ++i) {
-        if (at.item + i < args.width) {
-          codes[i / 4] |= uint32_t(row[(at.item + i) * args.x.item_stride]) << (i % 4 * 8);
+    for (int i = 0; i < Pieces<Format>::kCount; ++i) {
+      const int64_t item = Pieces<Format>::item(at, i, lane);
+      if (item >= args.width) break;
+      uint32_t codes[kPer / 4] = {};
+      if (args.vector) {
+        load_codes<Format>(row + item, codes);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kPer; ++j) {
+          if (item + j < args.width) {
+            codes[j / 4] |= uint32_t(row[(item + j) * args.x.item_stride]) << (j % 4 * 8);
+          }
         }
       }
-    }
-    const float scale = load_float(args.given, at.token, at.group);
-    float value[kCastItems];
+      float value[kPer];
 #pragma unroll
-    for (int i = 0; i < kCastItems; i += 2) {
-      two_floats(codes[i / 4] >> (i % 4 * 8), value + i, value + i + 1);
-    }
+      for (int j = 0; j < kPer; j += 2) {
+        two_floats(codes[j / 4] >> (j % 4 * 8), value + j, value + j + 1);
+      }
 #pragma unroll
-    for (int i = 0; i < kCastItems; ++i) value[i] = __fmul_rn(value[i], scale);
-    Code* const to = static_cast<Code*>(args.y) + at.token * args.width + at.item;
-    if (args.vector) {
-#pragma unroll
-      for (int i = 0; i < kCastItems / Format::kPerPiece; ++i) {
+      for (int j = 0; j < kPer; ++j) value[j] = __fmul_rn(value[j], scale);
+      if (args.vector) {
         Piece16 piece;
 #pragma unroll
-        for (int j = 0; j < Format::kPerPiece; ++j) {
-          Format::set(&piece, j, value[i * Format::kPerPiece + j]);
-        }
-        store16(to + i * Format::kPerPiece, piece);
+        for (int j = 0; j < kPer; ++j) Format::set(&piece, j, value[j]);
+        store16(to + item, piece);
+        continue;
       }
-      continue;
-    }
 #pragma unroll
-    for (int i = 0; i < kCastItems; ++i) {
-      if (at.item + i < args.width) to[i] = Format::write(value[i]);
+      for (int j = 0; j < kPer; ++j) {
+        if (item + j < args.width) to[item + j] = Format::write(value[j]);
+      }
     }
   }
 }
@@ -195,44 +239,46 @@ EPCOMM_CAST(float32, Float32)
 EPCOMM_CAST(float16, Float16)
 EPCOMM_CAST(bfloat16, Bfloat16)
 
-// For tests: bits of formats.h's function `which` for each bits of its argument, from `first` on;
-// with `hardware` of the instruction that stands for it here.
 extern "C" __global__ void __launch_bounds__(kCastThreads)
-    epcomm_convert(uint32_t which, uint32_t hardware, uint64_t first, uint64_t count,
-                   uint32_t* out) {
-  const uint64_t step = uint64_t(gridDim.x) * blockDim.x;
-  for (uint64_t i = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
-    const uint32_t bits = uint32_t(first + i);
-    float low, high;
-    switch (which) {
-      case 0:
-        out[i] = float_bits(bf16_to_f32(uint16_t(bits)));
+    epcomm_convert(const __grid_constant__ ConvertArgs args) {
+  const uint64_t step = uint64_t(gridDim.x) * kCastThreads;
+  for (uint64_t i = uint64_t(blockIdx.x) * kCastThreads + threadIdx.x; i < args.count; i += step) {
+    const uint32_t bits = uint32_t(args.first + i);
+    const float value = bits_float(bits);
+    float low = 0.0f;
+    float high = 0.0f;
+    uint32_t result = 0;
+    switch (args.which) {
+      case kBf16ToFloat:
+        result = float_bits(bf16_to_f32(uint16_t(bits)));
         break;
-      case 1:
-        out[i] = hardware ? float_to_bfloat(bits_float(bits)) : f32_to_bf16(bits_float(bits));
+      case kFloatToBf16:
+        result = args.instruction ? float_to_bfloat(value) : f32_to_bf16(value);
         break;
-      case 2:
-        out[i] = float_bits(hardware ? half_to_float(uint16_t(bits)) : f16_to_f32(uint16_t(bits)));
+      case kF16ToFloat:
+        low = args.instruction ? half_to_float(uint16_t(bits)) : f16_to_f32(uint16_t(bits));
+        result = float_bits(low);
         break;
-      case 3:
-        out[i] = hardware ? float_to_half(bits_float(bits)) : f32_to_f16(bits_float(bits));
+      case kFloatToF16:
+        result = args.instruction ? float_to_half(value) : f32_to_f16(value);
         break;
-      case 4:
+      case kE4m3ToFloat:
         two_floats(bits, &low, &high);
-        out[i] = float_bits(hardware ? low : e4m3_to_f32(uint8_t(bits)));
+        result = float_bits(args.instruction ? low : e4m3_to_f32(uint8_t(bits)));
         break;
-      case 5:
-        out[i] = hardware ? two_codes(bits_float(bits), 0.0f) : f32_to_e4m3(bits_float(bits));
+      case kFloatToE4m3:
+        result = args.instruction ? two_codes(value, 0.0f) : f32_to_e4m3(value);
         break;
-      case 8:
-        out[i] = float_bits(group_scale(bits, false));
+      case kGroupScale:
+        result = float_bits(group_scale(bits, false));
         break;
-      case 9:
-        out[i] = float_bits(group_scale(bits, true));
+      case kGroupScaleRounded:
+        result = float_bits(group_scale(bits, true));
         break;
       default:
-        out[i] = float_bits(inverse_scale(bits_float(bits)));
+        result = float_bits(inverse_scale(value));
     }
+    args.out[i] = result;
   }
 }
 

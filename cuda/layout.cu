@@ -12,35 +12,50 @@ namespace epcomm {
 namespace {
 
 constexpr int kWarps = kLayoutThreads / 32;
-constexpr int kWindow = 4;  // words that a lane reads at once while looking back
+constexpr int kWindow = 4;    // words that a lane reads at once while looking back
+constexpr int kTogether = 4;  // ranks whose words a warp has on their way at once
 
-// How many tokens of tiles before this one go to the rank. Called by whole warps.
-__device__ uint32_t count_before(const uint64_t* words, int32_t stride, int32_t tile, uint32_t tag,
-                                 int lane) {
-  uint32_t before = 0;
-  for (int32_t next = tile - 1; next >= 0; next -= 32 * kWindow) {
-    uint64_t word[kWindow];
-    bool ready;
-    do {
-      ready = true;
+__device__ uint32_t warp_sum(uint32_t value) { return __reduce_add_sync(~0u, value); }
+
+// The words of the tiles before `next`, nearest first: of a lane, one in 32. In front of the first
+// tile nothing was counted.
+struct Window {
+  uint64_t word[kWindow];
+};
+__device__ Window look_back(const uint64_t* words, int32_t next, uint32_t tag, int lane) {
+  Window window;
 #pragma unroll
-      for (int i = 0; i < kWindow; ++i) {
-        const int32_t at = next - lane - 32 * i;
-        // In front of the first tile nothing was counted.
-        word[i] =
-            at >= 0 ? load_shared_word(words + int64_t(at) * stride) : tile_word(tag, 0, true);
-        ready &= tile_tag(word[i]) == tag;
-      }
-    } while (!__all_sync(~0u, ready));
+  for (int i = 0; i < kWindow; ++i) {
+    const int32_t at = next - lane - 32 * i;
+    window.word[i] = at >= 0 ? load_shared_word(words + at) : tile_word(tag, 0, true);
+  }
+  return window;
+}
+
+// How many tokens of tiles before this one go to a rank, whose words these are. Called by whole
+// warps with the window before the tile.
+__device__ uint32_t count_before(const uint64_t* words, int32_t tile, uint32_t tag, int lane,
+                                 Window window) {
+  uint32_t before = 0;
+  int32_t next = tile - 1;
+  for (;;) {
+    for (;;) {
+      bool ready = true;
+#pragma unroll
+      for (int i = 0; i < kWindow; ++i) ready &= tile_tag(window.word[i]) == tag;
+      if (__all_sync(~0u, ready)) break;
+      window = look_back(words, next, tag, lane);
+    }
 #pragma unroll
     for (int i = 0; i < kWindow; ++i) {
-      const uint32_t prefixes = __ballot_sync(~0u, tile_is_prefix(word[i]));
+      const uint32_t prefixes = __ballot_sync(~0u, tile_is_prefix(window.word[i]));
       const int nearest = prefixes != 0 ? __ffs(int(prefixes)) - 1 : 31;
-      before += __reduce_add_sync(~0u, lane <= nearest ? tile_count(word[i]) : 0u);
+      before += warp_sum(lane <= nearest ? tile_count(window.word[i]) : 0u);
       if (prefixes != 0) return before;
     }
+    next -= 32 * kWindow;
+    window = look_back(words, next, tag, lane);
   }
-  return before;
 }
 
 }  // namespace
@@ -81,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kLayoutThreads)
   const int64_t first_token = int64_t(tile) * args.tile_tokens;
   const int64_t left = ids.num_tokens - first_token;
   const int32_t num_tokens = int32_t(left < args.tile_tokens ? left : args.tile_tokens);
-  uint64_t* const tile_words = words + int64_t(tile) * ranks;
+  const int64_t tiles = args.num_tiles;
 
   const uint32_t num_topk = uint32_t(ids.num_topk);
   for (int64_t i = thread; i < int64_t(num_tokens) * num_topk; i += kLayoutThreads) {
@@ -107,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kLayoutThreads)
       count += uint32_t(__popc(__ballot_sync(~0u, mask >> (rank % 32) & 1u)));
     }
     if (lane == 0) {
-      store_shared_word(tile_words + rank, tile_word(tag, count, tile == 0));
+      store_shared_word(words + rank * tiles + tile, tile_word(tag, count, tile == 0));
       before[rank] = count;
     }
   }
@@ -117,16 +132,26 @@ extern "C" __global__ void __launch_bounds__(kLayoutThreads)
     }
   }
   __syncwarp();
-  for (int32_t rank = warp; rank < ranks; rank += kWarps) {
-    const uint32_t sum = tile == 0 ? 0 : count_before(words + rank, ranks, tile, tag, lane);
-    __syncwarp();
-    if (lane == 0) {
-      const uint32_t end = sum + before[rank];
-      if (tile != 0) store_shared_word(tile_words + rank, tile_word(tag, end, true));
-      if (tile == args.num_tiles - 1) args.per_rank[args.rank_begin + rank] = int32_t(end);
-      before[rank] = sum;
+  for (int32_t first = warp; first < ranks; first += kWarps * kTogether) {
+    Window window[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int32_t rank = first + kWarps * i;
+      if (rank < ranks) window[i] = look_back(words + rank * tiles, tile - 1, tag, lane);
     }
-    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int32_t rank = first + kWarps * i;
+      if (rank >= ranks) break;
+      const uint32_t sum = count_before(words + rank * tiles, tile, tag, lane, window[i]);
+      if (lane == 0) {
+        const uint32_t end = sum + before[rank];
+        if (tile != 0) store_shared_word(words + rank * tiles + tile, tile_word(tag, end, true));
+        if (tile == args.num_tiles - 1) args.per_rank[args.rank_begin + rank] = int32_t(end);
+        before[rank] = sum;
+      }
+      __syncwarp();
+    }
   }
 
   // 32 tokens and up to 32 ranks at a time through shared memory, so that rows are written whole.

@@ -32,6 +32,16 @@ __device__ int32_t expert_of_pick(const PermuteArgs& args, int64_t pick) {
   return read_id(args.ids, token, int32_t(slot), &args.state->bad_inverse);
 }
 
+// Experts of a lane's next picks, all on their way at once; -1 behind the tile.
+constexpr int kRounds = 8;
+__device__ void read_rounds(const PermuteArgs& args, const Tile& tile, int64_t pick,
+                            int32_t* expert) {
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    expert[i] = pick + 32 * i < tile.end ? expert_of_pick(args, pick + 32 * i) : -1;
+  }
+}
+
 __device__ int32_t experts_of_pass(const PermuteArgs& args) {
   return min(args.ids.num_experts - args.expert_begin, kPermuteExperts);
 }
@@ -48,21 +58,55 @@ extern "C" __global__ void __launch_bounds__(128)
   uint32_t* const counts = counters + int32_t(threadIdx.x / 32) * experts;
   for (int32_t e = lane; e < experts; e += 32) counts[e] = 0;
   __syncwarp();
-  for (int64_t pick = tile.begin + lane; pick < tile.end; pick += 32) {
-    const int32_t local = expert_of_pick(args, pick) - args.expert_begin;
-    if (local >= 0 && local < experts) atomicAdd(counts + local, 1u);
+  for (int64_t first = tile.begin; first < tile.end; first += 32 * kRounds) {
+    int32_t expert[kRounds];
+    read_rounds(args, tile, first + lane, expert);
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int32_t local = expert[i] - args.expert_begin;
+      if (local >= 0 && local < experts) atomicAdd(counts + local, 1u);
+    }
   }
   __syncwarp();
   uint32_t* const to = args.tile_counts + int64_t(tile.number) * args.ids.num_experts;
   for (int32_t e = lane; e < experts; e += 32) to[args.expert_begin + e] = counts[e];
 }
 
+namespace {
+
+// Sum of the values of this thread and those before it in a block of kScanThreads; the total too.
+__device__ int64_t block_prefix(int64_t value, int64_t* shared, int64_t* total) {
+  static_assert(kScanThreads == 32 * 32, "a warp adds up what the warps have");
+  const int lane = int(threadIdx.x) % 32;
+  const int warp = int(threadIdx.x) / 32;
+  int64_t sum = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int64_t before = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += before;
+  }
+  if (lane == 31) shared[warp] = sum;
+  __syncthreads();
+  int64_t warps = shared[lane];
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int64_t before = __shfl_up_sync(~0u, warps, step);
+    if (lane >= step) warps += before;
+  }
+  *total = __shfl_sync(~0u, warps, 31);
+  const int64_t before = __shfl_sync(~0u, warps, warp > 0 ? warp - 1 : 0);
+  __syncthreads();  // before anyone writes to `shared` again
+  return sum + (warp > 0 ? before : 0);
+}
+
+}  // namespace
+
 // Each block: some experts, over all tiles. The last block: first rows of all experts.
-extern "C" __global__ void __launch_bounds__(kScanThreads)
+extern "C" __global__ void __launch_bounds__(kScanThreads, 1)
     epcomm_permute_scan(const __grid_constant__ PermuteArgs args) {
   constexpr int kParts = kScanThreads / kScanExperts;
   __shared__ uint32_t sums[kParts][kScanExperts];
-  __shared__ int64_t scanned[kScanThreads];
+  __shared__ int64_t scanned[32];
   const int column = int(threadIdx.x) % kScanExperts;
   const int part = int(threadIdx.x) / kScanExperts;
   const int32_t num_experts = args.ids.num_experts;
@@ -105,16 +149,9 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     const int32_t e = first + thread;
     const int64_t count = e < num_experts ? int64_t(__ldcg(args.counts + e)) : 0;
     const int64_t padded = (count + args.alignment - 1) / args.alignment * args.alignment;
-    scanned[thread] = padded;
-    __syncthreads();
-    for (int step = 1; step < kScanThreads; step *= 2) {
-      const int64_t add = thread >= step ? scanned[thread - step] : 0;
-      __syncthreads();
-      scanned[thread] += add;
-      __syncthreads();
-    }
-    const int64_t start = rows + scanned[thread] - padded;
-    rows += scanned[kScanThreads - 1];
+    int64_t total;
+    const int64_t start = rows + block_prefix(padded, scanned, &total) - padded;
+    rows += total;
     if (e < num_experts) {
       const int64_t kept = args.capacity < 0 ? count : max(min(count, args.capacity - start), 0ll);
       args.starts[e] = start;
@@ -122,19 +159,14 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
       args.offsets[e] = int32_t(min(start, limit));
       overflow += count - kept;
     }
-    __syncthreads();
   }
-  scanned[thread] = overflow;
-  __syncthreads();
-  for (int step = kScanThreads / 2; step > 0; step /= 2) {
-    if (thread < step) scanned[thread] += scanned[thread + step];
-    __syncthreads();
-  }
+  int64_t left_out;
+  block_prefix(overflow, scanned, &left_out);
   if (thread == 0) {
     args.offsets[num_experts] = int32_t(min(rows, limit));
     args.result->error = id_error(args.ids, __ldcg(&args.state->bad_inverse));
     args.result->rows = rows;
-    args.result->overflow = scanned[0];
+    args.result->overflow = left_out;
   }
 }
 
@@ -147,33 +179,45 @@ extern "C" __global__ void __launch_bounds__(128)
   if (tile.number >= args.num_tiles) return;
   uint32_t* const next = counters + int32_t(threadIdx.x / 32) * experts;
   const uint32_t* const before = args.tile_counts + int64_t(tile.number) * args.ids.num_experts;
+#pragma unroll 4
   for (int32_t e = lane; e < experts; e += 32) {
     // Rows behind 2^31 are behind every capacity: any number from there on says so.
     const int64_t row = args.starts[args.expert_begin + e] + before[args.expert_begin + e];
     next[e] = uint32_t(min(row, int64_t(1) << 31));
   }
   __syncwarp();
-  for (int64_t first = tile.begin; first < tile.end; first += 32) {
-    const int64_t pick = first + lane;
-    const int32_t expert = pick < tile.end ? expert_of_pick(args, pick) : -1;
-    const int32_t local = expert - args.expert_begin;
-    const bool here = expert >= 0 && local >= 0 && local < experts;
-    const uint32_t same = __match_any_sync(~0u, here ? local : -1);
-    const int64_t row = here ? int64_t(next[local]) + __popc(same & ((1u << lane) - 1)) : 0;
-    __syncwarp();
-    if (here && __ffs(int(same)) - 1 == lane) next[local] += uint32_t(__popc(same));
-    __syncwarp();
-    if (here && row < args.num_rows) {
-      const uint32_t token = uint32_t(pick) / uint32_t(args.ids.num_topk);
-      args.row_of[pick] = int32_t(row);
-      args.source[row] = int32_t(pick);
-      args.expert[row] = expert;
-      if (args.weight != nullptr) {
-        const uint32_t slot = uint32_t(pick) - token * uint32_t(args.ids.num_topk);
-        args.weight[row] = load_float(args.weights, token, slot);
+  for (int64_t first = tile.begin; first < tile.end; first += 32 * kRounds) {
+    int32_t experts_of_lane[kRounds];
+    float weights[kRounds];
+    read_rounds(args, tile, first + lane, experts_of_lane);
+    if (args.weight != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const uint32_t pick = uint32_t(first + 32 * i + lane);
+        const uint32_t token = pick / uint32_t(args.ids.num_topk);
+        const uint32_t slot = pick - token * uint32_t(args.ids.num_topk);
+        weights[i] = experts_of_lane[i] >= 0 ? load_float(args.weights, token, slot) : 0.0f;
       }
-    } else if (pick < tile.end && (here || (expert < 0 && args.expert_begin == 0))) {
-      args.row_of[pick] = -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int64_t pick = first + 32 * i + lane;
+      const int32_t expert = experts_of_lane[i];
+      const int32_t local = expert - args.expert_begin;
+      const bool here = expert >= 0 && local >= 0 && local < experts;
+      const uint32_t same = __match_any_sync(~0u, here ? local : -1);
+      const int64_t row = here ? int64_t(next[local]) + __popc(same & ((1u << lane) - 1)) : 0;
+      __syncwarp();
+      if (here && __ffs(int(same)) - 1 == lane) next[local] += uint32_t(__popc(same));
+      __syncwarp();
+      if (here && row < args.num_rows) {
+        args.row_of[pick] = int32_t(row);
+        args.source[row] = int32_t(pick);
+        args.expert[row] = expert;
+        if (args.weight != nullptr) args.weight[row] = weights[i];
+      } else if (pick < tile.end && (here || (expert < 0 && args.expert_begin == 0))) {
+        args.row_of[pick] = -1;
+      }
     }
   }
 }

@@ -470,7 +470,7 @@ cpdef object empty(object shape, str dtype, Array like, bint zero=False):
     """
     dims = _shape(shape)
     dtype = canonical_dtype(dtype)
-    framework = _framework(like)
+    framework = framework_of(like)
     try:
         if framework == "torch":
             torch = sys.modules["torch"]
@@ -523,7 +523,7 @@ cpdef object wrap(uintptr_t ptr, object shape, str dtype, Array like, object own
     nbytes = dt.itemsize
     for dim, step in zip(dims, steps):
         nbytes = 0 if dim == 0 or nbytes == 0 else nbytes + (dim - 1) * step
-    framework = _framework(like)
+    framework = framework_of(like)
     if framework == "torch":
         return _wrap_torch(ptr, dims, dtype, dt, steps, nbytes, owner, like)
     if framework == "cupy":
@@ -565,7 +565,7 @@ cdef bint _is_about_memory(object error):
     return isinstance(error, MemoryError)
 
 
-cdef str _framework(Array like):
+cpdef str framework_of(Array like):
     """Whose arrays to make for like: "numpy", "torch" or "cupy"."""
     if like.kind in ("numpy", "torch", "cupy"):
         return like.kind

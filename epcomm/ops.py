@@ -1,18 +1,25 @@
 """Layout, permutation and number formats of one rank's arrays: no communicator, no peers.
 
-Everything takes NumPy and torch arrays of the host, and anything with DLPack or the buffer protocol, with any
-strides; results are new arrays of the kind of the first argument (NumPy for DLPack and buffers).
+Everything takes NumPy, torch and CuPy arrays, and anything with DLPack, the buffer protocol or
+``__cuda_array_interface__``, with any strides. Results are new arrays of the kind of the first argument and on its
+device (NumPy for DLPack and buffers of the host; CuPy, else torch, for foreign GPU arrays), with the same bits
+wherever they are made; CuPy has no fp8, so codes are uint8 there.
+
+On a GPU work goes to the current stream of the array's framework. Calls that check ids or learn how many rows there
+are wait for it. Under stream capture nothing is checked: a bad id counts as -1. The first call on a device loads its
+kernels; make it before capturing.
 """
 
 import dataclasses
 import operator
+import sys
 from typing import Any
 
 import numpy as np
 
 from epcomm import _rows
 from epcomm._arrays import Array, as_numpy, canonical_dtype, empty, view
-from epcomm.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedError
+from epcomm.errors import InvalidArgumentError, OutOfMemoryError
 
 GROUP = 128  # channels that share an fp8 scale
 _MAX_INT32 = 2**31 - 1
@@ -28,6 +35,8 @@ class _Result:
     def __repr__(self) -> str:
         texts = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if not field.repr:
+                continue
             value = getattr(self, field.name)
             shape = getattr(value, "shape", None)
             if shape is not None:
@@ -79,7 +88,7 @@ class Permuted(_Result):
     num_tokens, num_topk : int
         T and K of the input.
     overflow : int
-        Picks that did not fit into ``capacity``.
+        Picks that did not fit into ``capacity``; under stream capture an int64 scalar of the device.
     """
 
     x: Any
@@ -90,7 +99,8 @@ class Permuted(_Result):
     source: Any
     num_tokens: int
     num_topk: int
-    overflow: int = 0
+    overflow: Any = 0
+    _inverse: Any = dataclasses.field(default=None, repr=False)  # on a GPU: the row of each pick
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -100,6 +110,7 @@ class Quantized(_Result):
     Attributes
     ----------
     x : float8_e4m3fn [T, H]
+        uint8 on CuPy, which has no such dtype.
     scales : float32 [T, ceil(H / 128)]
     """
 
@@ -132,11 +143,20 @@ def _shape_text(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _host(obj: Any, name: str, function: str, ndim: int, dims: str, dtypes: tuple[str, ...] | None = None) -> Array:
-    """A host array of `ndim` dimensions and one of `dtypes`, or the error that says what is wrong with it."""
-    array = view(obj, name)
-    if array.device != "cpu":
-        raise UnsupportedError(f"{name} is on {array.device}: epcomm.{function} takes arrays of host memory")
+def _given(
+    obj: Any,
+    name: str,
+    function: str,
+    ndim: int,
+    dims: str,
+    dtypes: tuple[str, ...] | None = None,
+    beside: tuple[str, Array] | None = None,
+) -> Array:
+    """An array of `ndim` dimensions and one of `dtypes`, on the device of `beside`, or the error that says what is
+    wrong with it."""
+    array = view(obj, name, _consumer_stream(obj))
+    if beside is not None and array.device != beside[1].device:
+        raise InvalidArgumentError(f"{name} is on {array.device}; expected {beside[1].device}, where {beside[0]} is")
     if array.requires_grad:
         raise InvalidArgumentError(
             f"{name} requires grad, and epcomm.{function} has no gradient: pass {name}.detach(), or call it under "
@@ -149,12 +169,32 @@ def _host(obj: Any, name: str, function: str, ndim: int, dims: str, dtypes: tupl
     return array
 
 
-def _ids(topk_idx: Any, function: str, num_experts: int) -> tuple[Array, np.ndarray[Any, Any]]:
-    """The array and its ids as int32 ``[T, K]``."""
-    array = _host(topk_idx, "topk_idx", function, 2, "[T, K]", _IDS)
+def _consumer_stream(obj: Any) -> int | None:
+    """The stream that a DLPack exporter of GPU memory has to order its work before."""
+    if type(obj).__module__.partition(".")[0] in ("numpy", "torch", "cupy") or not hasattr(obj, "__dlpack_device__"):
+        return None
+    framework = next((name for name in ("cupy", "torch") if sys.modules.get(name) is not None), None)
+    try:
+        device_type, device = obj.__dlpack_device__()
+        if framework is None or device_type not in (2, 13):
+            return None
+        return int(_device().current_stream(framework, int(device)))
+    except Exception:  # view() says what is wrong with it
+        return None
+
+
+def _device() -> Any:
+    """The operations on GPU memory; imported by the first array of a GPU."""
+    from epcomm import _device_ops
+
+    return _device_ops
+
+
+def _ids(topk_idx: Any, function: str, beside: tuple[str, Array] | None = None) -> Array:
+    array = _given(topk_idx, "topk_idx", function, 2, "[T, K]", _IDS, beside)
     if array.shape[0] * array.shape[1] > _MAX_INT32:
         raise InvalidArgumentError(f"topk_idx: shape {_shape_text(array.shape)}: expected at most {_MAX_INT32} picks")
-    return array, _rows.read_ids(array, num_experts)
+    return array
 
 
 def _floats(array: Array) -> np.ndarray[Any, Any]:
@@ -182,7 +222,7 @@ def _new(shape: tuple[int, ...], dtype: str, like: Array, zero: bool = False) ->
     return made, view(made, "result")
 
 
-def _given(values: np.ndarray[Any, Any], like: Array) -> Any:
+def _copied(values: np.ndarray[Any, Any], like: Array) -> Any:
     """Small results that were made in NumPy, as like's kind."""
     made, array = _new(values.shape, values.dtype.name, like)
     as_numpy(array)[...] = values
@@ -236,8 +276,8 @@ def _owner_list(expert_to_rank: Any, num_experts: int, num_ranks: int) -> list[i
     if isinstance(expert_to_rank, (list, tuple, range)):
         values = list(expert_to_rank)
     else:
-        array = _host(expert_to_rank, "expert_to_rank", "expert_owners", 1, "[num_experts]", _IDS)
-        values = as_numpy(array).tolist()
+        array = _given(expert_to_rank, "expert_to_rank", "expert_owners", 1, "[num_experts]", _IDS)
+        values = (as_numpy(array) if array.device == "cpu" else _device().to_numpy(array)).tolist()
     if len(values) != num_experts:
         raise InvalidArgumentError(
             f"expert_to_rank: {len(values)} values; expected one for each of the {num_experts} experts"
@@ -273,8 +313,14 @@ def layout(topk_idx: Any, num_experts: int, num_ranks: int = 1, expert_to_rank: 
     >>> epcomm.layout(np.array([[0, 3], [2, -1]]), num_experts=4, num_ranks=2).num_tokens_per_rank
     array([1, 2], dtype=int32)
     """
+    num_experts = _integer("num_experts", num_experts, 1)
+    num_ranks = _integer("num_ranks", num_ranks, 1)
+    array = _ids(topk_idx, "layout")
+    if array.device != "cpu":
+        owners = None if expert_to_rank is None else _owner_list(expert_to_rank, num_experts, num_ranks)
+        return Layout(*_device().layout(array, num_experts, num_ranks, owners))
     rank_of, local_of, counts = expert_owners(num_experts, num_ranks, expert_to_rank)
-    array, ids = _ids(topk_idx, "layout", len(rank_of))
+    ids = _rows.read_ids(array, num_experts)
     num_tokens = array.shape[0]
     per_rank, c_per_rank = _new((len(counts),), "int32", array)
     per_expert, c_per_expert = _new((len(rank_of),), "int32", array)
@@ -327,12 +373,21 @@ def permute(
     num_experts = _integer("num_experts", num_experts, 0, _MAX_INT32 - 1)
     expert_alignment = _integer("expert_alignment", expert_alignment, 1)
     capacity = -1 if capacity is None else _integer("capacity", capacity, 0)
-    rows = _host(x, "x", "permute", 2, "[T, H]")
-    idx, ids = _ids(topk_idx, "permute", num_experts)
+    rows = _given(x, "x", "permute", 2, "[T, H]")
+    idx = _ids(topk_idx, "permute", ("x", rows))
     if idx.shape[0] != rows.shape[0]:
         raise InvalidArgumentError(f"topk_idx: shape {_shape_text(idx.shape)}; expected one row for each of the "
                                    f"{rows.shape[0]} rows of x")  # fmt: skip
-    weights = _weights(topk_weights, idx.shape) if topk_weights is not None else None
+    given = _weights(topk_weights, idx.shape, rows) if topk_weights is not None else None
+    if rows.device != "cpu":
+        y, expert, weight, counts, offsets, source, overflow, inverse = _device().permute(
+            rows, idx, given, num_experts, expert_alignment, capacity
+        )
+        return Permuted(
+            y, expert, weight, counts, offsets, source, rows.shape[0], idx.shape[1], overflow, inverse
+        )  # fmt: skip
+    ids = _rows.read_ids(idx, num_experts)
+    weights = _floats(given) if given is not None else None
     counts, offsets, source, overflow = _rows.expert_order(ids, num_experts, expert_alignment, capacity)
     y, c_y = _new((len(source), rows.shape[1]), rows.dtype, rows)
     _rows.gather_rows(rows, source, idx.shape[1], c_y)
@@ -340,17 +395,17 @@ def permute(
     weight, c_weight = _new(source.shape, "float32", rows) if weights is not None else (None, None)
     _rows.gather_picks(ids, weights, source, c_expert, c_weight)
     return Permuted(
-        y, expert, weight, _given(counts, rows), _given(offsets, rows), _given(source, rows),
+        y, expert, weight, _copied(counts, rows), _copied(offsets, rows), _copied(source, rows),
         rows.shape[0], idx.shape[1], overflow,
     )  # fmt: skip
 
 
-def _weights(topk_weights: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    array = _host(topk_weights, "topk_weights", "permute", 2, "[T, K]", _WEIGHTS)
+def _weights(topk_weights: Any, shape: tuple[int, ...], x: Array) -> Array:
+    array = _given(topk_weights, "topk_weights", "permute", 2, "[T, K]", _WEIGHTS, ("x", x))
     if array.shape != shape:
         raise InvalidArgumentError(f"topk_weights: shape {_shape_text(array.shape)}; expected that of topk_idx, "
                                    f"{_shape_text(shape)}")  # fmt: skip
-    return _floats(array)
+    return array
 
 
 def unpermute(y: Any, permuted: Permuted, *, apply_weights: bool | None = None) -> Any:
@@ -378,8 +433,8 @@ def unpermute(y: Any, permuted: Permuted, *, apply_weights: bool | None = None) 
     """
     if not isinstance(permuted, Permuted):
         raise InvalidArgumentError(f"permuted: {type(permuted).__name__}; expected what epcomm.permute returned")
-    array = _host(y, "y", "unpermute", 2, "[rows, H]", _SUMMED)
-    source = _host(permuted.source, "permuted.source", "unpermute", 1, "[rows]", ("int32", "int64"))
+    array = _given(y, "y", "unpermute", 2, "[rows, H]", _SUMMED)
+    source = _given(permuted.source, "permuted.source", "unpermute", 1, "[rows]", _IDS, ("y", array))
     num_rows = source.shape[0]
     if array.shape[0] != num_rows:
         raise InvalidArgumentError(f"y: shape {_shape_text(array.shape)}; expected {num_rows} rows, as permuted has")
@@ -387,19 +442,35 @@ def unpermute(y: Any, permuted: Permuted, *, apply_weights: bool | None = None) 
     num_topk = _integer("permuted.num_topk", permuted.num_topk, 0)
     if apply_weights is None:
         apply_weights = permuted.topk_weights is not None
-    weights = None
+    given = None
     if _flag("apply_weights", apply_weights):
         if permuted.topk_weights is None:
             raise InvalidArgumentError("apply_weights=True: permuted carries no weights; expected False or None")
-        given = _host(permuted.topk_weights, "permuted.topk_weights", "unpermute", 1, "[rows]", _WEIGHTS)
+        given = _given(permuted.topk_weights, "permuted.topk_weights", "unpermute", 1, "[rows]", _WEIGHTS, ("y", array))
         if given.shape != (num_rows,):
             raise InvalidArgumentError(f"permuted.topk_weights: shape {_shape_text(given.shape)}; expected one weight "
                                        f"for each of the {num_rows} rows")  # fmt: skip
-        weights = _floats(given)
-    row_of = _rows.rows_of_picks(np.ascontiguousarray(as_numpy(source), np.int32), num_tokens * num_topk)
+    if array.device != "cpu":
+        inverse = permuted._inverse
+        made_here = inverse is not None and inverse.source is permuted.source
+        if not made_here or tuple(inverse.row_of.shape) != (num_tokens, num_topk):
+            inverse = None
+        return _device().unpermute(array, source, inverse, given, num_tokens, num_topk)
+    weights = _floats(given) if given is not None else None
+    row_of = _rows_of_picks(as_numpy(source), num_tokens * num_topk)
     z, c_z = _new((num_tokens, array.shape[1]), array.dtype, array)
     _rows.sum_picks(_joined_rows(array, "y"), row_of, weights, num_topk, c_z)
     return z
+
+
+def _rows_of_picks(source: np.ndarray[Any, Any], num_picks: int) -> np.ndarray[Any, Any]:
+    """The inverse of ``source``. Picks are compared before they are narrowed: 2**40 is never pick 0."""
+    outside = np.flatnonzero((source < -1) | (source >= num_picks))
+    if outside.size:
+        row = int(outside[0])
+        _rows.rows_of_picks(np.ascontiguousarray(source[:row], np.int32), num_picks)  # what is wrong before that
+        raise InvalidArgumentError(f"permuted.source[{row}]={source[row]}: expected -1 or a pick 0..{num_picks - 1}")
+    return _rows.rows_of_picks(np.ascontiguousarray(source, np.int32), num_picks)
 
 
 # fp8 ------------------------------------------------------------------------------------------------------------------
@@ -428,7 +499,9 @@ def quantize(x: Any, *, round_scale: bool = False) -> Quantized:
         Another dtype or shape.
     """
     round_scale = _flag("round_scale", round_scale)
-    array = _host(x, "x", "quantize", 2, "[T, H]", _SUMMED)
+    array = _given(x, "x", "quantize", 2, "[T, H]", _SUMMED)
+    if array.device != "cpu":
+        return Quantized(*_device().quantize(array, round_scale))
     num_tokens, width = array.shape
     codes, c_codes = _new((num_tokens, width), "float8_e4m3fn", array)
     scales, c_scales = _new((num_tokens, -(-width // GROUP)), "float32", array)
@@ -459,14 +532,16 @@ def dequantize(x: Any, scales: Any, dtype: Any = "bfloat16") -> Any:
     name = canonical_dtype(dtype)
     if name not in _SUMMED:
         raise InvalidArgumentError(f"dtype={name}: expected bfloat16, float16 or float32")
-    codes = _host(x, "x", "dequantize", 2, "[T, H]", _CODES)
-    given = _host(scales, "scales", "dequantize", 2, "[T, ceil(H / 128)]")
+    codes = _given(x, "x", "dequantize", 2, "[T, H]", _CODES)
+    given = _given(scales, "scales", "dequantize", 2, "[T, ceil(H / 128)]", None, ("x", codes))
     if given.dtype != "float32":
         raise InvalidArgumentError(f"scales: dtype {given.dtype}; expected float32")
     expected = (codes.shape[0], -(-codes.shape[1] // GROUP))
     if given.shape != expected:
         raise InvalidArgumentError(f"scales: shape {_shape_text(given.shape)}; expected {_shape_text(expected)} for x "
                                    f"of shape {_shape_text(codes.shape)}")  # fmt: skip
+    if codes.device != "cpu":
+        return _device().dequantize(codes, given, name)
     y, c_y = _new(codes.shape, name, codes)
     _rows.dequantize_rows(_joined_rows(codes, "x"), _floats(given), c_y)
     return y

@@ -18,10 +18,13 @@ using CuDevice = int;
 using CuPointer = unsigned long long;
 using CuContext = struct CuContextTag*;
 using CuStream = struct CuStreamTag*;
+using CuFunction = struct CuFunctionTag*;
+using CuEvent = struct CuEventTag*;
 using CuMemory = unsigned long long;  // a piece of physical memory
 
 enum : CuResult {
   kCuSuccess = 0,
+  kCuInvalidValue = 1,
   kCuOutOfMemory = 2,
   kCuDeinitialized = 4,
 };
@@ -80,63 +83,75 @@ constexpr unsigned kCuHostPortable = 1;
 constexpr unsigned kCuHostMapped = 2;
 constexpr unsigned kCuStreamNonBlocking = 1;
 constexpr unsigned kCuIpcLazyPeerAccess = 1;
+constexpr unsigned kCuEventDisableTiming = 2;
+constexpr int kCuPointerDeviceOrdinal = 9;
 
 // X(member, exported name, arguments)
-#define EPCOMM_DRIVER_FUNCTIONS(X)                                                                \
-  X(cuDriverGetVersion, "cuDriverGetVersion", (int* version))                                     \
-  X(cuInit, "cuInit", (unsigned flags))                                                           \
-  X(cuGetErrorName, "cuGetErrorName", (CuResult result, const char** text))                       \
-  X(cuGetErrorString, "cuGetErrorString", (CuResult result, const char** text))                   \
-  X(cuDeviceGetCount, "cuDeviceGetCount", (int* count))                                           \
-  X(cuDeviceGet, "cuDeviceGet", (CuDevice * device, int index))                                   \
-  X(cuDeviceGetName, "cuDeviceGetName", (char* name, int bytes, CuDevice device))                 \
-  X(cuDeviceGetUuid, "cuDeviceGetUuid_v2", (CuUuid * uuid, CuDevice device))                      \
-  X(cuDeviceGetAttribute, "cuDeviceGetAttribute",                                                 \
-    (int* value, CuAttribute attribute, CuDevice device))                                         \
-  X(cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer", (int* can, CuDevice device, CuDevice peer))   \
-  X(cuDeviceGetP2PAttribute, "cuDeviceGetP2PAttribute",                                           \
-    (int* value, CuPeerAttribute attribute, CuDevice device, CuDevice peer))                      \
-  X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CuContext * context, CuDevice device)) \
-  X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CuDevice device))                 \
-  X(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CuContext context))                                 \
-  X(cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CuContext * context))                                 \
-  X(cuMemGetInfo, "cuMemGetInfo_v2", (size_t* free, size_t* total))                               \
-  X(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity",                               \
-    (size_t* bytes, const CuAllocation* allocation, int option))                                  \
-  X(cuMemCreate, "cuMemCreate",                                                                   \
-    (CuMemory * memory, size_t bytes, const CuAllocation* allocation, unsigned long long flags))  \
-  X(cuMemRelease, "cuMemRelease", (CuMemory memory))                                              \
-  X(cuMemExportToShareableHandle, "cuMemExportToShareableHandle",                                 \
-    (void* handle, CuMemory memory, CuHandleType type, unsigned long long flags))                 \
-  X(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle",                             \
-    (CuMemory * memory, void* handle, CuHandleType type))                                         \
-  X(cuMemAddressReserve, "cuMemAddressReserve",                                                   \
-    (CuPointer * at, size_t bytes, size_t alignment, CuPointer wish, unsigned long long flags))   \
-  X(cuMemAddressFree, "cuMemAddressFree", (CuPointer at, size_t bytes))                           \
-  X(cuMemMap, "cuMemMap",                                                                         \
-    (CuPointer at, size_t bytes, size_t offset, CuMemory memory, unsigned long long flags))       \
-  X(cuMemUnmap, "cuMemUnmap", (CuPointer at, size_t bytes))                                       \
-  X(cuMemSetAccess, "cuMemSetAccess",                                                             \
-    (CuPointer at, size_t bytes, const CuAccess* access, size_t count))                           \
-  X(cuMemAlloc, "cuMemAlloc_v2", (CuPointer * at, size_t bytes))                                  \
-  X(cuMemFree, "cuMemFree_v2", (CuPointer at))                                                    \
-  X(cuIpcGetMemHandle, "cuIpcGetMemHandle", (CuIpcHandle * handle, CuPointer at))                 \
-  X(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2",                                                  \
-    (CuPointer * at, CuIpcHandle handle, unsigned flags))                                         \
-  X(cuIpcCloseMemHandle, "cuIpcCloseMemHandle", (CuPointer at))                                   \
-  X(cuMemHostAlloc, "cuMemHostAlloc", (void** at, size_t bytes, unsigned flags))                  \
-  X(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2",                                    \
-    (CuPointer * device, void* host, unsigned flags))                                             \
-  X(cuMemFreeHost, "cuMemFreeHost", (void* at))                                                   \
-  X(cuMemsetD8Async, "cuMemsetD8Async",                                                           \
-    (CuPointer at, unsigned char value, size_t bytes, CuStream stream))                           \
-  X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2",                                                    \
-    (CuPointer to, const void* from, size_t bytes, CuStream stream))                              \
-  X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2",                                                    \
-    (void* to, CuPointer from, size_t bytes, CuStream stream))                                    \
-  X(cuStreamCreate, "cuStreamCreate", (CuStream * stream, unsigned flags))                        \
-  X(cuStreamSynchronize, "cuStreamSynchronize", (CuStream stream))                                \
-  X(cuStreamDestroy, "cuStreamDestroy_v2", (CuStream stream))
+#define EPCOMM_DRIVER_FUNCTIONS(X)                                                                 \
+  X(cuDriverGetVersion, "cuDriverGetVersion", (int* version))                                      \
+  X(cuInit, "cuInit", (unsigned flags))                                                            \
+  X(cuGetErrorName, "cuGetErrorName", (CuResult result, const char** text))                        \
+  X(cuGetErrorString, "cuGetErrorString", (CuResult result, const char** text))                    \
+  X(cuDeviceGetCount, "cuDeviceGetCount", (int* count))                                            \
+  X(cuDeviceGet, "cuDeviceGet", (CuDevice * device, int index))                                    \
+  X(cuDeviceGetName, "cuDeviceGetName", (char* name, int bytes, CuDevice device))                  \
+  X(cuDeviceGetUuid, "cuDeviceGetUuid_v2", (CuUuid * uuid, CuDevice device))                       \
+  X(cuDeviceGetAttribute, "cuDeviceGetAttribute",                                                  \
+    (int* value, CuAttribute attribute, CuDevice device))                                          \
+  X(cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer", (int* can, CuDevice device, CuDevice peer))    \
+  X(cuDeviceGetP2PAttribute, "cuDeviceGetP2PAttribute",                                            \
+    (int* value, CuPeerAttribute attribute, CuDevice device, CuDevice peer))                       \
+  X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CuContext * context, CuDevice device))  \
+  X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CuDevice device))                  \
+  X(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CuContext context))                                  \
+  X(cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CuContext * context))                                  \
+  X(cuMemGetInfo, "cuMemGetInfo_v2", (size_t* free, size_t* total))                                \
+  X(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity",                                \
+    (size_t* bytes, const CuAllocation* allocation, int option))                                   \
+  X(cuMemCreate, "cuMemCreate",                                                                    \
+    (CuMemory * memory, size_t bytes, const CuAllocation* allocation, unsigned long long flags))   \
+  X(cuMemRelease, "cuMemRelease", (CuMemory memory))                                               \
+  X(cuMemExportToShareableHandle, "cuMemExportToShareableHandle",                                  \
+    (void* handle, CuMemory memory, CuHandleType type, unsigned long long flags))                  \
+  X(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle",                              \
+    (CuMemory * memory, void* handle, CuHandleType type))                                          \
+  X(cuMemAddressReserve, "cuMemAddressReserve",                                                    \
+    (CuPointer * at, size_t bytes, size_t alignment, CuPointer wish, unsigned long long flags))    \
+  X(cuMemAddressFree, "cuMemAddressFree", (CuPointer at, size_t bytes))                            \
+  X(cuMemMap, "cuMemMap",                                                                          \
+    (CuPointer at, size_t bytes, size_t offset, CuMemory memory, unsigned long long flags))        \
+  X(cuMemUnmap, "cuMemUnmap", (CuPointer at, size_t bytes))                                        \
+  X(cuMemSetAccess, "cuMemSetAccess",                                                              \
+    (CuPointer at, size_t bytes, const CuAccess* access, size_t count))                            \
+  X(cuMemAlloc, "cuMemAlloc_v2", (CuPointer * at, size_t bytes))                                   \
+  X(cuMemFree, "cuMemFree_v2", (CuPointer at))                                                     \
+  X(cuIpcGetMemHandle, "cuIpcGetMemHandle", (CuIpcHandle * handle, CuPointer at))                  \
+  X(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2",                                                   \
+    (CuPointer * at, CuIpcHandle handle, unsigned flags))                                          \
+  X(cuIpcCloseMemHandle, "cuIpcCloseMemHandle", (CuPointer at))                                    \
+  X(cuMemHostAlloc, "cuMemHostAlloc", (void** at, size_t bytes, unsigned flags))                   \
+  X(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2",                                     \
+    (CuPointer * device, void* host, unsigned flags))                                              \
+  X(cuMemFreeHost, "cuMemFreeHost", (void* at))                                                    \
+  X(cuMemsetD8Async, "cuMemsetD8Async",                                                            \
+    (CuPointer at, unsigned char value, size_t bytes, CuStream stream))                            \
+  X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2",                                                     \
+    (CuPointer to, const void* from, size_t bytes, CuStream stream))                               \
+  X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2",                                                     \
+    (void* to, CuPointer from, size_t bytes, CuStream stream))                                     \
+  X(cuStreamCreate, "cuStreamCreate", (CuStream * stream, unsigned flags))                         \
+  X(cuStreamSynchronize, "cuStreamSynchronize", (CuStream stream))                                 \
+  X(cuStreamIsCapturing, "cuStreamIsCapturing", (CuStream stream, int* status))                    \
+  X(cuStreamWaitEvent, "cuStreamWaitEvent", (CuStream stream, CuEvent event, unsigned flags))      \
+  X(cuStreamDestroy, "cuStreamDestroy_v2", (CuStream stream))                                      \
+  X(cuEventCreate, "cuEventCreate", (CuEvent * event, unsigned flags))                             \
+  X(cuEventRecord, "cuEventRecord", (CuEvent event, CuStream stream))                              \
+  X(cuEventDestroy, "cuEventDestroy_v2", (CuEvent event))                                          \
+  X(cuPointerGetAttribute, "cuPointerGetAttribute", (void* value, int attribute, CuPointer at))    \
+  X(cuLaunchKernel, "cuLaunchKernel",                                                              \
+    (CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,     \
+     unsigned block_y, unsigned block_z, unsigned shared_bytes, CuStream stream, void** arguments, \
+     void** extra))
 
 struct Driver {
 #define EPCOMM_DRIVER_MEMBER(member, symbol, arguments) CuResult(*member) arguments = nullptr;

@@ -10,8 +10,8 @@ namespace epcomm {
 constexpr int32_t kCastThreads = 256;
 constexpr int32_t kCastItems = 8;                         // of a thread
 constexpr int32_t kCastLanes = kScaleGroup / kCastItems;  // threads of a group
-// Beyond so many blocks each takes several steps.
-constexpr int64_t kCastBlocks = int64_t(1) << 20;
+// Beyond so many blocks, about twice what runs at once, each takes several steps.
+constexpr int64_t kCastBlocks = 2048;
 
 struct CastArgs {
   RowView x;  // quantize: floats; dequantize: codes
@@ -23,6 +23,27 @@ struct CastArgs {
   FloatView given;  // dequantize: scales
   int32_t vector;   // rows of x and y can be moved kCastItems at a time
   int32_t round_scale;
+};
+
+// For tests: `out[i]` becomes the bits of a function of formats.h for the bits `first + i`, or of
+// the instruction that stands for it in kernels.
+enum Conversion : int32_t {
+  kBf16ToFloat,
+  kFloatToBf16,
+  kF16ToFloat,
+  kFloatToF16,
+  kE4m3ToFloat,
+  kFloatToE4m3,
+  kGroupScale,
+  kGroupScaleRounded,
+  kInverseScale,
+};
+struct ConvertArgs {
+  int32_t which;
+  int32_t instruction;
+  uint64_t first;
+  uint64_t count;
+  uint32_t* out;
 };
 
 // Launches have a block for each kCastThreads / kCastLanes groups.

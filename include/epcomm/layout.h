@@ -42,7 +42,7 @@ struct LayoutState {
   uint32_t epoch;
   uint32_t unused;
   uint64_t bad_inverse;
-  // Behind it: uint32 [num_experts] picks so far, then uint64 [tiles][ranks of a pass] words.
+  // Behind it: uint32 [num_experts] picks so far, then uint64 [ranks of a pass][tiles] words.
 };
 
 // Of a tile and a rank: how many of the tile's tokens go there, or with kTilePrefix of all tokens
@@ -58,6 +58,7 @@ EPCOMM_HD bool tile_is_prefix(uint64_t word) { return (word & kTilePrefix) != 0;
 constexpr int32_t kLayoutThreads = 256;
 constexpr int32_t kLayoutRanks = 1024;      // of one launch; more take several
 constexpr int32_t kLayoutExperts = 4096;    // counted in shared memory; more in device memory
+constexpr int32_t kLayoutTiles = 512;       // wanted at most: about what runs at once
 constexpr int32_t kLayoutMaskWords = 4096;  // of shared memory: a bit for each token and rank
 
 struct LayoutPlan {
@@ -77,7 +78,7 @@ EPCOMM_HD LayoutPlan layout_plan(int64_t num_tokens, int32_t num_experts, int32_
   // Small tiles fill the device, large ones keep the number of tiles that must be summed small.
   const int64_t most = kLayoutMaskWords / words;
   int64_t tokens = 32;
-  while (tokens < most && (num_tokens + tokens - 1) / tokens > 4096) tokens *= 2;
+  while (tokens < most && (num_tokens + tokens - 1) / tokens > kLayoutTiles) tokens *= 2;
   plan.tile_tokens = int32_t(tokens);
   plan.num_tiles = int32_t((num_tokens + tokens - 1) / tokens);
   if (plan.num_tiles == 0) plan.num_tiles = 1;

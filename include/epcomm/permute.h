@@ -81,9 +81,9 @@ EPCOMM_HD PermutePlan permute_plan(int64_t num_picks, int32_t num_experts) {
   PermutePlan plan{};
   const int64_t experts = num_experts > 0 ? num_experts : 1;
   const int32_t counters = int32_t(experts < kPermuteExperts ? experts : kPermuteExperts);
-  // Counts of all tiles in at most 64 MiB, unless one tile alone has more.
+  // Counts of all tiles in at most 64 MiB, unless two tiles have more: picks of one need 31 bits.
   int64_t tiles = (int64_t(1) << 24) / experts;
-  tiles = tiles < 1 ? 1 : tiles > kPermuteTiles ? kPermuteTiles : tiles;
+  tiles = tiles < 2 ? 2 : tiles > kPermuteTiles ? kPermuteTiles : tiles;
   int64_t picks = (num_picks + tiles - 1) / tiles;
   picks = picks < 256 ? 256 : (picks + 31) / 32 * 32;
   plan.tile_picks = int32_t(picks);

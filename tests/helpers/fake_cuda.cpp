@@ -340,3 +340,19 @@ FAKE cuStreamDestroy_v2(CuStream) {
   --streams;
   return 0;
 }
+FAKE cuStreamIsCapturing(CuStream, int* status) {
+  *status = 0;
+  return 0;
+}
+FAKE cuStreamWaitEvent(CuStream, CuEvent, unsigned) { return 0; }
+FAKE cuEventCreate(CuEvent* event, unsigned) {
+  *event = nullptr;
+  return 0;
+}
+FAKE cuEventRecord(CuEvent, CuStream) { return 0; }
+FAKE cuEventDestroy_v2(CuEvent) { return 0; }
+FAKE cuPointerGetAttribute(void*, int, CuPointer) { return kInvalid; }
+FAKE cuLaunchKernel(CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                    unsigned, CuStream, void**, void**) {
+  return kInvalid;
+}

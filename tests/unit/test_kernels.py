@@ -98,7 +98,7 @@ def test_units_name_files_and_kernels_that_there_are():
 
 
 def test_options_are_those_that_the_sums_need():
-    for option in ("-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-std=c++17"):
+    for option in ("-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-std=c++17", "--no-cache"):
         assert option in kernels.OPTIONS
     assert not any(option.startswith(("-I", "--include-path")) for option in kernels.OPTIONS)
 
@@ -138,6 +138,12 @@ def test_only_our_folders_are_searched(nvrtc, tree, monkeypatch):
 def test_a_kernel_that_is_not_there_is_found_at_once(tree):
     with pytest.raises(InternalError, match="no kernel epcomm_two; compiled: epcomm_one"):
         kernels.build(ONE._replace(kernels=("epcomm_one", "epcomm_two")), "sm_90a", FakeCompiler())
+
+
+def test_a_log_that_says_nothing_is_no_error(tree):
+    fake = FakeCompiler()
+    fake.compile = lambda *arguments: (b"\x7fELF", "")
+    assert kernels.build(ONE, "sm_90a", fake).resources == {"epcomm_one": Resources(0, 0, 0, 0)}
 
 
 def test_both_ways_to_one_library_give_the_same_image(tree, need):

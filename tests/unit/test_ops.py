@@ -345,6 +345,7 @@ def test_refused(call, text):
     [
         ({"source": np.where(PERMUTED.source == 3, 60, PERMUTED.source)}, r"permuted.source\[\d+\]=60: .*0\.\.59"),
         ({"source": np.where(PERMUTED.source == 3, -2, PERMUTED.source)}, "=-2: "),
+        ({"source": np.where(PERMUTED.source == 3, 2**40, PERMUTED.source.astype(np.int64))}, "=1099511627776: "),
         ({"source": np.zeros_like(PERMUTED.source)}, "the same pick as row 0"),
         ({"source": PERMUTED.source[:4]}, "expected 4 rows"),
         ({"source": PERMUTED.source.astype("f4")}, "permuted.source: dtype float32"),
@@ -378,14 +379,51 @@ def test_gradient_is_not_lost_silently():
         assert epcomm.quantize(x).x.shape == (4, 3)
 
 
-def test_gpu_arrays_are_told_apart():
-    class OnGpu:
-        __cuda_array_interface__ = {
-            "shape": (2, 2), "typestr": "<i4", "data": (4096, False), "version": 3, "strides": None,
+class OnGpu:
+    """Says that it lies on a GPU; nothing may read it."""
+
+    def __init__(self, typestr="<i4"):
+        self.__cuda_array_interface__ = {
+            "shape": (2, 2), "typestr": typestr, "data": (4096, False), "version": 3, "strides": None,
         }  # fmt: skip
 
-    with pytest.raises(UnsupportedError, match="topk_idx is on cuda:0: epcomm.layout takes arrays of host memory"):
-        epcomm.layout(OnGpu(), 4)
+
+class OnGpuList(OnGpu):
+    def __init__(self):
+        super().__init__()
+        self.__cuda_array_interface__["shape"] = (5,)
+
+
+def test_arguments_of_a_call_are_on_one_device():
+    for call, text in (
+        (lambda: epcomm.permute(OnGpu("<f4"), IDX[:2, :2], num_experts=5), "topk_idx is on cpu; expected cuda:0"),
+        (lambda: epcomm.permute(X[:2], OnGpu(), num_experts=5), "topk_idx is on cuda:0; expected cpu, where x is"),
+        (lambda: epcomm.permute(X[:2], IDX[:2, :2], OnGpu("<f4"), num_experts=5), "topk_weights is on cuda:0; exp"),
+        (lambda: epcomm.unpermute(OnGpu("<f4"), PERMUTED), "permuted.source is on cpu; expected cuda:0, where y is"),
+        (lambda: epcomm.dequantize(OnGpu("|u1"), X), "scales is on cpu; expected cuda:0, where x is"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            call()
+
+
+def test_gpu_arrays_without_their_gpu_are_a_typed_error():
+    for call in (
+        lambda: epcomm.layout(OnGpu(), 4),
+        lambda: epcomm.permute(OnGpu("<f4"), OnGpu(), num_experts=4),
+        lambda: epcomm.quantize(OnGpu("<f4")),
+        lambda: epcomm.layout(IDX, 5, 2, OnGpuList()),
+    ):
+        with pytest.raises((UnsupportedError, InvalidArgumentError)):
+            call()
+
+
+def test_gpu_arrays_are_checked_before_the_gpu_is_touched():
+    with pytest.raises(InvalidArgumentError, match="topk_idx: dtype float32; expected int32 or int64"):
+        epcomm.layout(OnGpu("<f4"), 4)
+    with pytest.raises(InvalidArgumentError, match="num_experts=0"):
+        epcomm.layout(OnGpu(), 0)
+    with pytest.raises(InvalidArgumentError, match="x: dtype int32; expected bfloat16"):
+        epcomm.quantize(OnGpu())
 
 
 # ------------------------------------------------------------------------------------------------- manner
