@@ -383,7 +383,8 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
         reasons = [f"rank {r}: {failed['text']}" for r, failed in failures]
         log.info("backend %s refused: %s", name, "; ".join(reasons))
         refused.append(f"{name}: {'; '.join(reasons[:8])}")
-    raise BackendUnavailableError("no backend works between all ranks: " + "; ".join(refused))
+    raise BackendUnavailableError(
+        "no backend works between all ranks: " + ("; ".join(refused) or "the request excludes every backend"))
 
 
 def _other_nodes(node_ids: list[str | None]) -> list[str]:

@@ -108,6 +108,7 @@ class HostEngine:
         exact_order: bool,
         carried: Array | None,
         bias: int,
+        bias_stride: int,
         out: int,
         out_stride: int,
         carried_out: int,

@@ -182,9 +182,10 @@ cdef extern from * nogil:
       out->tokens_per_expert = reinterpret_cast<int32_t*>(counts);
       out->expert_offsets = reinterpret_cast<int32_t*>(offsets);
     }
-    static inline void epcomm_combine_out(epcomm::host::CombineArgs* args, uintptr_t bias, uintptr_t out,
-                                          int64_t stride, uintptr_t carried) {
+    static inline void epcomm_combine_out(epcomm::host::CombineArgs* args, uintptr_t bias, int64_t bias_stride,
+                                          uintptr_t out, int64_t stride, uintptr_t carried) {
       args->bias = reinterpret_cast<const float*>(bias);
+      args->bias_stride = bias_stride;
       args->out = reinterpret_cast<std::byte*>(out);
       args->out_stride = stride;
       args->carried_out = reinterpret_cast<float*>(carried);
@@ -206,7 +207,8 @@ cdef extern from * nogil:
                          int64_t topk_stride)
     void epcomm_outputs(DispatchOutputs* out, uintptr_t x, uintptr_t scales, uintptr_t ids, uintptr_t weights,
                         uintptr_t counts, uintptr_t offsets)
-    void epcomm_combine_out(CombineArgs* args, uintptr_t bias, uintptr_t out, int64_t stride, uintptr_t carried)
+    void epcomm_combine_out(CombineArgs* args, uintptr_t bias, int64_t bias_stride, uintptr_t out, int64_t stride,
+                            uintptr_t carried)
     uintptr_t epcomm_slot_payload(Engine* engine, int slot)
     Status epcomm_status(int code, const string& text, int peer)
 
@@ -537,8 +539,8 @@ cdef class HostEngine:
         return None
 
     def combine(self, x, Routing routing, int dtype, int row_type, bint apply_weights, bint exact_order, carried,
-                uintptr_t bias, uintptr_t out, int64_t out_stride, uintptr_t carried_out, keep=None,
-                int max_threads=0, bint async_op=False):
+                uintptr_t bias, int64_t bias_stride, uintptr_t out, int64_t out_stride, uintptr_t carried_out,
+                keep=None, int max_threads=0, bint async_op=False):
         cdef CombineArgs args
         cdef CallContext context = _context(max_threads)
         args.x = _rows(x)
@@ -549,7 +551,7 @@ cdef class HostEngine:
         args.exact_order = exact_order
         if carried is not None:
             args.carried = _rows(carried)
-        epcomm_combine_out(&args, bias, out, out_stride, carried_out)
+        epcomm_combine_out(&args, bias, bias_stride, out, out_stride, carried_out)
         cdef Pending pending
         if async_op:
             context.interrupted = NULL

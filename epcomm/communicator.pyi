@@ -64,6 +64,7 @@ class Communicator:
     def closed(self) -> bool: ...
     @staticmethod
     def required_bytes(
+        group: Any = None,
         *,
         num_ranks: int,
         num_experts: int,

@@ -62,6 +62,9 @@ class Handle:
         """Give up the routing. Idempotent; local."""
         self._routing = None
 
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a Handle cannot be copied or pickled: it belongs to one communicator of one process")
+
     def record_stream(self, stream):
         """Keep a lease until the work queued on ``stream`` is done. Nothing to do on host memory."""
 
@@ -222,16 +225,20 @@ class Communicator:
     def closed(self):
         return self._closed
 
+    def __reduce_ex__(self, protocol):
+        # A copy would share the engine, and end it when it dies.
+        raise TypeError("a Communicator cannot be copied or pickled: it belongs to this process; create one in each")
+
     @staticmethod
-    def required_bytes(*, num_ranks, num_experts, num_topk, hidden, max_tokens_per_rank, max_recv_tokens=None,
-                       low_latency_max_tokens=0, num_slots=2, dtype="bfloat16", backend=None, device=None,
-                       expert_to_rank=None, num_sms=None, num_channels=None, timeout_s=None, options=None):
+    def required_bytes(group=None, *, num_ranks, num_experts, num_topk, hidden, max_tokens_per_rank,
+                       max_recv_tokens=None, low_latency_max_tokens=0, num_slots=2, dtype="bfloat16", backend=None,
+                       device=None, expert_to_rank=None, num_sms=None, num_channels=None, timeout_s=None, options=None):
         """Bytes that one rank's communicator takes, by purpose. Static; touches nothing.
 
         Parameters
         ----------
         num_ranks : int
-            Ranks of the group; the others as for the constructor.
+            Ranks of the group; the others as for the constructor, `group` unused.
 
         Returns
         -------
@@ -344,8 +351,9 @@ class Communicator:
             ``[rows, num_topk]`` (rank layout) or ``[rows]``: scalars only carried back to the tokens' ranks.
         exact_order : bool
             Expert layout: every pick travels and is summed k ascending in float32, rounded once.
-        bias : array [hidden], optional
-            Added in float32 before the rounding, on this rank's tokens.
+        bias : array [hidden] or [handle.num_tokens, hidden], optional
+            One row for all or one per token, of the dtype of ``x`` or float32. Added in float32 before the
+            rounding, on this rank's tokens.
         out : array [handle.num_tokens, hidden], optional
             Where the result goes; of the dtype of ``x``, apart from it in memory.
         num_sms, stream, async_op
@@ -587,7 +595,7 @@ class Communicator:
             raise InvalidArgumentError(
                 f"{call}: {name} requires grad, and this call would lose its gradient; use epcomm.torch, pass "
                 f"{name}.detach(), or call under torch.no_grad()")
-        if array.ndim != ndim:
+        if ndim is not None and array.ndim != ndim:
             raise InvalidArgumentError(f"{call}: {name} has shape {array.shape}; allowed: {ndim} dimension"
                                        f"{'s' if ndim > 1 else ''}")
         if dtypes is not None and array.dtype not in dtypes:
@@ -654,7 +662,9 @@ class Communicator:
                 "one")
         x = self._array(call, "x", x, 2)
         if x.itemsize not in (1, 2, 4) or x.dtype[:1] in "<>=|":
-            raise InvalidArgumentError(f"{call}: x has dtype {x.dtype}; allowed: any native dtype of 1, 2 or 4 bytes")
+            wide = f", rows of {x.shape[1] * x.itemsize} bytes" if x.itemsize > 4 else ""
+            raise InvalidArgumentError(f"{call}: x has dtype {x.dtype}{wide}; allowed: any native dtype of 1, 2 or 4 "
+                                       f"bytes, rows of at most {self._made.shape['row_bytes']} bytes")
         if quantize and x.dtype not in _FLOAT_DTYPES:
             raise InvalidArgumentError(
                 f"{call}: x has dtype {x.dtype}; allowed with quantize='fp8': {', '.join(_FLOAT_DTYPES)}")
@@ -824,8 +834,10 @@ class Communicator:
             carried_out = _arrays.empty((handle.num_tokens, num_topk), "float32", x)
             carried_at = _arrays.view(carried_out, "carried").ptr or 64
         if bias is not None:
-            bias = self._array(call, "bias", bias, 1, tuple(dict.fromkeys((x.dtype, "float32"))))
-            self._shaped(call, "bias", bias, (columns,))
+            bias = self._array(call, "bias", bias, None, tuple(dict.fromkeys((x.dtype, "float32"))))
+            if bias.shape not in ((columns,), (handle.num_tokens, columns)):
+                raise InvalidArgumentError(f"{call}: bias has shape {bias.shape}; allowed: ({columns},) or "
+                                           f"({handle.num_tokens}, {columns})")
             if bias.dtype != "float32" or not bias.contiguous() or bias.ptr % 4:
                 bias = _arrays.view(np.array(_arrays.as_numpy(bias), dtype=np.float32, order="C"), "bias")
         if out is None:
@@ -846,7 +858,8 @@ class Communicator:
             "engine": dict(
                 x=rows, routing=routing, dtype=_create.DTYPES.index(x.dtype), row_type=_host.ROW_TYPES[x.dtype],
                 apply_weights=apply_weights, exact_order=exact_order, carried=carried,
-                bias=0 if bias is None else bias.ptr, out=target.ptr or 64,
+                bias=0 if bias is None else bias.ptr,
+                bias_stride=columns if bias is not None and bias.ndim > 1 else 0, out=target.ptr or 64,
                 out_stride=target.strides[0] if target.shape[0] > 1 else columns * x.itemsize,
                 carried_out=carried_at, keep=(x, bias, out, carried_out, target, handle), max_threads=threads,
                 async_op=async_op),

@@ -201,7 +201,7 @@ Status Engine::combine_reduce(const CombineArgs& args, bool, const CallContext& 
           rows[size_t(count++)] = sources.first[d] + place * sources.stride[d];
       }
       reduce(args.row_type, args.out + token * args.out_stride, rows.data(), nullptr, count,
-             args.bias, size_t(args.x.num_cols));
+             args.bias_of(token), size_t(args.x.num_cols));
     }
     if (stream) stream_fence();
   });
@@ -294,8 +294,8 @@ void Engine::reduce_picks(const CombineArgs& args, int slot, int64_t begin, int6
         weights[size_t(count++)] = args.apply_weights ? routing.weights[pick] : 1.0f;
       }
       options_.ops->reduce(args.row_type, args.out + token * args.out_stride, rows.data(),
-                           args.apply_weights ? weights.data() : nullptr, count, args.bias,
-                           size_t(args.x.num_cols));
+                           args.apply_weights ? weights.data() : nullptr, count,
+                           args.bias_of(token), size_t(args.x.num_cols));
     }
   });
 }

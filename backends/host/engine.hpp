@@ -93,11 +93,16 @@ struct CombineArgs {
   std::shared_ptr<Routing> routing;
   bool apply_weights = false;
   bool exact_order = false;
-  Rows carried;  // float32 [rows, num_topk] or [rows, 1]; data null: none
-  const float* bias = nullptr;
+  Rows carried;                  // float32 [rows, num_topk] or [rows, 1]; data null: none
+  const float* bias = nullptr;   // [hidden] or [num_tokens, hidden]; null: none
+  int64_t bias_stride = 0;       // floats between the rows of a bias per token; 0: one for all
   std::byte* out = nullptr;      // [num_tokens, row_bytes]
   int64_t out_stride = 0;        // bytes between rows
   float* carried_out = nullptr;  // [num_tokens, num_topk]
+
+  const float* bias_of(int64_t token) const noexcept {
+    return bias == nullptr ? nullptr : bias + token * bias_stride;
+  }
 };
 
 struct EngineStats {

@@ -52,7 +52,7 @@ class EpcommCase:
             num_experts=shape.experts,
             num_topk=shape.topk,
             hidden=shape.hidden,
-            max_tokens_per_rank=shape.tokens,
+            max_tokens_per_rank=max(1, shape.tokens),
             max_recv_tokens=max(1, workload.max_tokens_received),
             dtype=shape.dtype,
             backend=settings["backend"],

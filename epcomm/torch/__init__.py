@@ -210,7 +210,7 @@ def combine(comm: Any, x: Tensor, handle: Handle | Dispatched, *, apply_weights:
         the product of the output's gradient and ``x``, row by row.
     exact_order : bool
         As for :meth:`epcomm.Communicator.combine`.
-    bias : tensor [hidden], optional
+    bias : tensor [hidden] or [num_tokens, hidden], optional
         Added to this rank's tokens; its gradient is of these tokens only.
 
     Returns

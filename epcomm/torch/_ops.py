@@ -300,7 +300,8 @@ def _combine_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.rows, ctx.columns = x.shape
     ctx.dtype = x.dtype
-    ctx.with_weights, ctx.bias_dtype = topk_weights is not None, None if bias is None else bias.dtype
+    ctx.with_weights = topk_weights is not None
+    ctx.bias_like = None if bias is None else (bias.dtype, bias.ndim)
     # The same on all ranks, whoever needs which gradient: recomputation (checkpointing) then stops at the same place.
     ctx.save_for_backward(*((ticket, x) if ctx.apply_weights else (ticket,)))
 
@@ -311,8 +312,9 @@ def _combine_gradient(ctx, grad, anchor):
         grad, *(y or [None]), ticket, ctx.comm, ctx.rows, ctx.columns, ctx.num_tokens, ctx.dtype)  # fmt: skip
     topk_weights = topk_weights if ctx.with_weights and ctx.apply_weights else None
     bias = None
-    if ctx.bias_dtype is not None and grad is not None:
-        bias = grad.float().sum(0).to(ctx.bias_dtype)
+    if ctx.bias_like is not None and grad is not None:
+        dtype, ndim = ctx.bias_like
+        bias = (grad.float().sum(0) if ndim == 1 else grad).to(dtype)
     return x, topk_weights, bias, None, anchor, None, None, None, None
 
 

@@ -67,7 +67,7 @@ def programs(draw):
                 key,
                 source=draw(st.sampled_from(["fresh", "leased"])),
                 carried=draw(st.booleans()),
-                bias=draw(st.sampled_from([None, "row", "float32"])),
+                bias=draw(st.sampled_from([None, "row", "float32", "tokens", "float32 tokens"])),
                 exact_order=layout == "expert" and draw(st.booleans()),
                 async_op=draw(st.booleans()),
             )

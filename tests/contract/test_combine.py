@@ -27,6 +27,8 @@ def test_sums(ranks, dtype):
             program.combine("a", carried=True)
             program.combine("a", bias="row")
             program.combine("a", bias="float32", carried=True, out="plain")
+            program.combine("a", bias="tokens", form="rows")
+            program.combine("a", bias="float32 tokens")
             program.combine("a", apply_weights=False, carried=True)
             if layout == "expert" and weights:
                 program.combine("a", apply_weights=True)
@@ -44,6 +46,7 @@ def test_exact_order(ranks, dtype):
         program.combine("a", exact_order=True)
         program.combine("a")
         program.combine("a", exact_order=True, bias="row", carried=True)
+        program.combine("a", exact_order=True, bias="tokens")
         program.combine("a", exact_order=True, apply_weights=False, out="plain")
         program.dispatch("c", layout="expert", capacity=9)
         program.combine("c", exact_order=True)

@@ -1,5 +1,8 @@
-"""barrier, layout, plan, stats, caps, check and the names of a communicator."""
+"""barrier, layout, plan, stats, caps, check and the names of a communicator; no copies of it."""
 
+import copy
+import gc
+import pickle
 import time
 
 import numpy as np
@@ -134,3 +137,22 @@ def interleaved(context, layout):
 def test_two_communicators_interleaved(ranks):
     for layout in ("rank", "expert"):
         ranks.run(interleaved, layout=layout)
+
+
+def copied(context):
+    with context.comm(**COMM) as comm:
+        handle = comm.dispatch(np.ones((2, 16), np.float32), np.zeros((2, 2), np.int64)).handle
+        for thing in (comm, handle):
+            for how in (copy.copy, copy.deepcopy, pickle.dumps):
+                try:
+                    how(thing)
+                except TypeError as error:
+                    assert type(thing).__name__ in str(error)
+                else:
+                    raise AssertionError(f"{how.__name__} of {thing!r}")
+        gc.collect()  # a copy would take the engine with it
+        return comm.dispatch(np.ones((2, 16), np.float32), handle=handle).num_tokens.item()
+
+
+def test_a_communicator_cannot_be_copied(ranks):
+    assert ranks.run(copied)[0] == 2 * ranks.num_ranks

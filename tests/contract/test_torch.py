@@ -263,11 +263,12 @@ def many_ways(context, layout):
         twice = gradients(lambda x, w: layer(x, w, again=True), x, weights)
         assert [a.shape for a in twice] == [a.shape for a in plain]
 
-        bias = torch.ones(HIDDEN, requires_grad=True)
-        out = epcomm.torch.dispatch(comm, x, ids, layout=layout)
-        z = epcomm.torch.combine(comm, out.x * 2, out, bias=bias)
-        z.sum().backward()
-        assert torch.equal(bias.grad, torch.full((HIDDEN,), 6.0))
+        for shape, slope in (((HIDDEN,), 6.0), ((6, HIDDEN), 1.0)):
+            bias = torch.ones(shape, requires_grad=True)
+            out = epcomm.torch.dispatch(comm, x, ids, layout=layout)
+            z = epcomm.torch.combine(comm, out.x * 2, out, bias=bias)
+            z.sum().backward()
+            assert torch.equal(bias.grad, torch.full(shape, slope))
 
         # Results may be written in place, as any tensor that autograd gave.
         out = epcomm.torch.dispatch(comm, x, ids, weights, layout=layout)

@@ -161,7 +161,7 @@ BAD_COMBINE = [
     ("exact_order", "yes", "exact_order"),
     ("bias", "b", "bias"),
     ("bias", lambda b: np.zeros(17, np.float32), "17"),
-    ("bias", lambda b: np.zeros((1, 16), np.float32), "bias"),
+    ("bias", lambda b: np.zeros((1, 16), np.float32), "bias"),  # neither one row nor one per token
     ("bias", lambda b: np.zeros(16, np.int32), "int32"),
     ("bias", lambda b: np.zeros(16, np.float16), "float16"),  # neither float32 nor the row dtype
     ("bias", lambda b: arrays.DLPackExporter(np.zeros(16, np.float32), device_type=2), "device"),

@@ -204,7 +204,8 @@ class Program:
         ----------
         source : {"fresh", "leased", "buffer"}
             y in its own memory, written over ``out.x``, or in ``combine_buffer``.
-        bias : {"row", "float32"}, optional
+        bias : {"row", "float32", "tokens", "float32 tokens"}, optional
+            In the dtype of y or in float32; one row for all tokens or one each.
         out : str, optional
             Memory form of ``out=``.
         ys : list of array, optional
@@ -225,7 +226,8 @@ class Program:
             weights[empty] = np.nan
             ys.append(y)
             scalars.append(weights)
-            biases.append(values(self.rng, (hidden,), dtype if bias == "row" else "float32"))
+            each = (len(routing.inputs[rank].topk_idx),) if "tokens" in (bias or "") else ()
+            biases.append(values(self.rng, (*each, hidden), "float32" if "float32" in (bias or "") else dtype))
         results = oracle.combine(
             routing,
             ys,

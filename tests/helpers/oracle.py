@@ -277,7 +277,7 @@ def combine(routing, ys, *, tree=None, apply_weights=None, topk_weights=None, bi
     topk_weights : list of array, optional
         Per rank the float32 scalars to carry back.
     bias : list of array, optional
-        Per rank ``[H]``, added in float32 after the sum.
+        Per rank ``[H]`` or ``[T, H]``, added in float32 after the sum.
 
     Returns
     -------
@@ -313,7 +313,8 @@ def combine(routing, ys, *, tree=None, apply_weights=None, topk_weights=None, bi
                         parts.append(Part(rank, k, ys[rank][row], weight))
                 total = tree(parts, width, dtype)
                 if bias is not None and bias[source] is not None:
-                    total = total + bias[source].astype(np.float32)
+                    one_bias = bias[source] if bias[source].ndim == 1 else bias[source][token]
+                    total = total + one_bias.astype(np.float32)
                 z[token] = total.astype(dtype)
             results.append((z, carried))
     return results
