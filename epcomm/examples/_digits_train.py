@@ -45,7 +45,7 @@ class Model(nn.Module):
         self.last = nn.Linear(_moe.HIDDEN, NUM_CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = F.relu(self.first(images))
+        x = F.silu(self.first(images))  # no kink, where rounding would decide about a gradient
         return self.last(x + self.moe(x))
 
 
@@ -65,7 +65,7 @@ class OwnExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(_moe.HIDDEN, _moe.NUM_EXPERTS, bias=False)
-        self.experts = epcomm.torch.Experts(_moe.NUM_EXPERTS, _moe.HIDDEN, _moe.INNER)
+        self.experts = epcomm.torch.Experts(_moe.NUM_EXPERTS, _moe.HIDDEN, _moe.INNER, F.silu)
         self.picks: Tensor | None = None  # what the ranks picked
         self.num_near_ties = 0
 
@@ -96,7 +96,7 @@ class Run:
         self._x = torch.from_numpy(images[order].astype(np.float32) / 16)
         self._labels = torch.from_numpy(labels[order].astype(np.int64))
         self.model = model
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.08, momentum=0.9)
 
     def batch(self, step: int, rank: int = 0, num_ranks: int = 1) -> Tensor:
         """Images of a step's batch, or a rank's share of them."""
@@ -147,7 +147,8 @@ class TrainRank:
             dist.group.WORLD, num_experts=_moe.NUM_EXPERTS, num_topk=_moe.NUM_TOPK, hidden=_moe.HIDDEN,
             max_tokens_per_rank=max(BATCH, NUM_TEST), dtype="float32", backend=backend, timeout_s=timeout_s)
         whole, _ = whole_model()
-        self._moe = SpreadExperts(self._comm, _moe.HIDDEN, _moe.INNER, layout=layout)
+        experts = epcomm.torch.Experts(self._comm.num_local_experts, _moe.HIDDEN, _moe.INNER, F.silu)
+        self._moe = SpreadExperts(self._comm, _moe.HIDDEN, experts=experts, layout=layout)
         model = Model(self._moe)
         owners, _, _ = expert_owners(_moe.NUM_EXPERTS, self._num_ranks)
         self._experts = mine = [expert for expert, rank in enumerate(owners) if rank == self._rank]
