@@ -472,6 +472,7 @@ cdef class HostEngine:
             self.runner = NULL
         if self.engine != NULL:
             with nogil:
+                self.engine.leave(PeerState.kLeft)  # where creation ended in between: peers would wait
                 del self.engine
             self.engine = NULL
 

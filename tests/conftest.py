@@ -104,12 +104,27 @@ def _jobs():
     made.close()
 
 
+def _host_backends():
+    from epcomm import _registry
+
+    of_devices = {backend.name for backend in _registry.BACKENDS if backend.needs_cuda}
+    return [row for row in _backends() if row[0] not in of_devices]
+
+
+@pytest.fixture(scope="session", params=_host_backends(), ids=lambda row: row[0])
+def host_backend(request):
+    """Name of each backend on host memory: what faults do is tested with host arrays so far."""
+    name, reason = request.param
+    _need(name, reason)
+    return name
+
+
 @pytest.fixture
-def job(_jobs, backend):
+def job(_jobs, host_backend):
     """``job(3)`` is a :class:`helpers.job.Job` of three ranks that may be killed; more arguments: one of its own."""
 
     def get(num_ranks, **kwargs):
-        return _jobs.fresh(num_ranks, backend, **kwargs) if kwargs else _jobs.get(num_ranks, backend)
+        return _jobs.fresh(num_ranks, host_backend, **kwargs) if kwargs else _jobs.get(num_ranks, host_backend)
 
     yield get
     _jobs.end_fresh()

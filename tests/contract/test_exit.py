@@ -19,7 +19,7 @@ from helpers.pool import free_port
         ("SIGTERM", "os.kill(os.getpid(), signal.SIGTERM)", "ended"),
     ],
 )
-def test_b24_a_rank_leaves_while_its_peer_sleeps(backend, how, code, reason):
+def test_b24_a_rank_leaves_while_its_peer_sleeps(host_backend, how, code, reason):
     """Rank 1 sleeps, then combines what rank 0 will not send any more: a typed error, and a good end."""
     script = f"""
 comm = create()
@@ -36,14 +36,14 @@ else:
         print(error.peer, error)
     comm.close()
 """
-    ended = scripts.run(backend, 2, script)
+    ended = scripts.run(host_backend, 2, script)
     wanted = {"exception": 1, "SIGTERM": -15}.get(how, 0)
     scripts.check_clean(ended, [wanted, 0])
     assert ended[1].out.startswith("0 combine") and reason in ended[1].out, ended[1]
     assert "ResourceWarning" not in ended[1].err, ended[1].err
 
 
-def test_b24_what_a_rank_sent_before_it_left_counts(backend):
+def test_b24_what_a_rank_sent_before_it_left_counts(host_backend):
     """Rank 0 ends right after its last call; rank 1 gets its own result of that call."""
     script = """
 comm = create()
@@ -53,7 +53,7 @@ for way in job_calls.WAYS:
     round_trip(comm, way)
 print("right")
 """
-    ended = scripts.run(backend, 2, script)
+    ended = scripts.run(host_backend, 2, script)
     scripts.check_clean(ended)
     assert [one.out for one in ended] == ["right\n"] * 2
 
@@ -92,13 +92,13 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", list(ENDS))
-def test_b24_freed_when_the_interpreter_ends(backend, how):
+def test_b24_freed_when_the_interpreter_ends(host_backend, how):
     """Nobody calls close(); all ranks end well and in time, with a warning at most."""
-    ended = scripts.run(backend, 2, ENDS[how] + "\n", timeout_s=15)
+    ended = scripts.run(host_backend, 2, ENDS[how] + "\n", timeout_s=15)
     scripts.check_clean(ended, warnings=4 if how == "many" else 1)
 
 
-def test_b24_a_call_in_flight_does_not_keep_the_interpreter(backend):
+def test_b24_a_call_in_flight_does_not_keep_the_interpreter(host_backend):
     """The peer never comes to the second half of the call, and lives on."""
     code = """
 comm = create()
@@ -117,27 +117,27 @@ else:
         print(error.peer, error)
     comm.close()
 """
-    ended = scripts.run(backend, 2, code)
+    ended = scripts.run(host_backend, 2, code)
     scripts.check_clean(ended)
     assert ended[1].seconds - ended[0].seconds > 1.0, [one.seconds for one in ended]
     assert ended[1].out.startswith("0 "), ended[1]
 
 
 @pytest.mark.parametrize("python", [("-X", "dev"), ("-W", "error"), ("-O",)], ids=lambda options: options[-1])
-def test_b24_interpreter_options(backend, python):
+def test_b24_interpreter_options(host_backend, python):
     """Warnings as errors or development mode change nothing for the peers."""
-    ended = scripts.run(backend, 2, ENDS["global with results"], python=python)
+    ended = scripts.run(host_backend, 2, ENDS["global with results"], python=python)
     assert [one.code for one in ended] == [0, 0], ended
     if python != ("-W", "error"):
         scripts.check_clean(ended)
 
 
-def test_b24_the_warning_says_what_to_do(backend):
-    ended = scripts.run(backend, 1, "comm = create(); del comm; print('after')")
+def test_b24_the_warning_says_what_to_do(host_backend):
+    ended = scripts.run(host_backend, 1, "comm = create(); del comm; print('after')")
     scripts.check_clean(ended)
     for text in ("ResourceWarning", "rank 0 of 1", "with statement or call close()"):
         assert text in ended[0].err, ended[0].err
-    ended = scripts.run(backend, 1, "comm = create(); comm.close(); del comm")
+    ended = scripts.run(host_backend, 1, "comm = create(); comm.close(); del comm")
     scripts.check_clean(ended, warnings=0)
 
 
@@ -189,9 +189,9 @@ with create() as comm:
 
 
 @pytest.mark.parametrize("method", ["multiprocessing", "os.fork"])
-def test_b28_workers_of_a_parent_that_imported_and_asked(backend, method):
+def test_b28_workers_of_a_parent_that_imported_and_asked(host_backend, method):
     """Importing, asking for version, backends and sizes leave nothing that a fork could break."""
-    scripts.check_clean(scripts.run(backend, 1, f"METHOD = {method!r}\n" + FORK_FIRST), warnings=0)
+    scripts.check_clean(scripts.run(host_backend, 1, f"METHOD = {method!r}\n" + FORK_FIRST), warnings=0)
 
 
 FORK_LATER = """
@@ -275,13 +275,13 @@ comm.close()
         ("multiprocessing", "close"),
     ],
 )
-def test_b28_an_inherited_communicator_is_inert(backend, method, ending):
+def test_b28_an_inherited_communicator_is_inert(host_backend, method, ending):
     """Every call in the child is a typed error; however it ends, the parent goes on rightly."""
     code = f"METHOD, ENDING = {method!r}, {ending!r}\n" + FORK_LATER
-    scripts.check_clean(scripts.run(backend, 2, code), warnings=0)
+    scripts.check_clean(scripts.run(host_backend, 2, code), warnings=0)
 
 
-def test_b28_a_child_may_make_its_own(backend):
+def test_b28_a_child_may_make_its_own(host_backend):
     """While the parent's lives and is used."""
     code = """
 comm = create()
@@ -299,10 +299,10 @@ assert os.waitpid(pid, 0)[1] == 0
 round_trip(comm)
 comm.close()
 """
-    scripts.check_clean(scripts.run(backend, 2, code, env={"OTHER_PORT": str(free_port())}), warnings=0)
+    scripts.check_clean(scripts.run(host_backend, 2, code, env={"OTHER_PORT": str(free_port())}), warnings=0)
 
 
-def test_b28_a_fork_while_another_thread_calls(backend):
+def test_b28_a_fork_while_another_thread_calls(host_backend):
     """The child inherits locks that nobody will release; it must not wait for them."""
     code = """
 comm = create()
@@ -333,10 +333,10 @@ for _ in range(5):
 thread.join()
 comm.close()
 """
-    scripts.check_clean(scripts.run(backend, 2, code), warnings=0)
+    scripts.check_clean(scripts.run(host_backend, 2, code), warnings=0)
 
 
-def test_b28_the_death_of_a_forked_child_is_no_loss_of_its_parent(backend):
+def test_b28_the_death_of_a_forked_child_is_no_loss_of_its_parent(host_backend):
     """A child holds copies of descriptors; its end must not look like its parent's."""
     code = """
 comm = create()
@@ -353,4 +353,4 @@ for _ in range(3):
     comm.check()
 comm.close()
 """
-    scripts.check_clean(scripts.run(backend, 2, code), warnings=0)
+    scripts.check_clean(scripts.run(host_backend, 2, code), warnings=0)

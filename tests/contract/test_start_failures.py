@@ -62,7 +62,7 @@ def failing(backend, stage, what):
 def raiser(kind):
     """A function that raises an error of this kind."""
 
-    def what():
+    def what(*_args):
         import epcomm
 
         text = "broken on purpose"
@@ -165,6 +165,31 @@ def test_b57_one_rank_hangs_while_it_starts(job, stage):
     ranks.values(create)
     ranks.values(once, way="expert")
     ranks.values(close)
+
+
+def create_and_stop_short(here):
+    """The last step, after all ranks agreed, fails here only: Ctrl-C may come there."""
+    from epcomm import _create
+
+    made = _create.Made
+    if here.rank == CULPRIT:
+        _create.Made = raiser("KeyboardInterrupt")
+    try:
+        create(here)
+    finally:
+        _create.Made = made
+
+
+def test_a_rank_that_stops_after_all_had_agreed(job):
+    """The others have their communicators; their first call tells."""
+    ranks = job(3)
+    answers = ranks.run(create_and_stop_short)
+    assert answers[CULPRIT].failure is not None and answers[CULPRIT].failure.kind == "KeyboardInterrupt"
+    assert answers[0].failure is None and answers[2].failure is None
+    for answer in ranks.run(once, ranks=(0, 2), way="expert"):
+        assert answer.failure is not None and answer.failure.kind == "PeerLostError", answer
+        assert answer.failure.peer == CULPRIT and answer.end - answer.start < 1.0 * slack(), answer
+    ranks.values(close, ranks=(0, 2))
 
 
 def create_with_little_room(here):

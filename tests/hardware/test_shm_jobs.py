@@ -20,7 +20,7 @@ SHM = Path("/dev/shm")
 
 
 @pytest.fixture
-def backend():
+def host_backend():
     """These tests are about one backend."""
     return "shm"
 
