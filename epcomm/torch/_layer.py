@@ -1,5 +1,6 @@
 """A Mixture-of-Experts layer whose experts are spread over the ranks of a communicator."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,12 @@ class ExpertParallel(nn.Module):
         self.options: dict[str, Any] = {"layout": layout, "capacity": capacity, "quantize": quantize}
         self.gate = nn.Linear(hidden, comm.num_experts, bias=False)
         self.experts = Experts(comm.num_local_experts, hidden, inner) if experts is None else experts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertParallel":
+        memo[id(self.comm)] = self.comm  # copies share it
+        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token and their weights, which sum to 1: ``[num_tokens, num_topk]`` each."""

@@ -315,6 +315,7 @@ def test_layers_deeper_than_slots_do_not_wait(three):
 
 def module_like_dense(context, layout, autocast, owners):
     import contextlib
+    import copy
 
     import torch
 
@@ -336,6 +337,8 @@ def module_like_dense(context, layout, autocast, owners):
         with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
             z = layer(x)
         z.float().square().sum().backward()
+        twin = copy.deepcopy(layer)
+        assert twin.comm is comm and twin.gate.weight is not layer.gate.weight
         assert not mine or layer.experts.up.grad.shape == (len(mine), HIDDEN, 7)
         got = (z.detach(), x.grad, layer.gate.weight.grad)
 
