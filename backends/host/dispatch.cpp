@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "epcomm/agreement.hpp"
 #include "host/engine.hpp"
 #include "host/writer.hpp"
 
@@ -80,11 +81,7 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
               (long long)args.x.num_rows);
   }
   if (entry.status.ok() && args.want_lease == 2 && leases_held() >= shape.num_slots) {
-    entry.status = error(Code::kUnsupported, -1,
-                         "dispatch: copy=False, but %d leases are held and num_slots=%d; drop "
-                         "results, raise num_slots "
-                         "or let it copy",
-                         leases_held(), shape.num_slots);
+    entry.status = no_lease_left(leases_held(), shape.num_slots);
   }
   call->wire_row_bytes = uint64_t(args.quantize ? args.x.num_cols : args.x.row_bytes());
   call->wire_scale_bytes = args.quantize      ? uint64_t((args.x.num_cols + 127) / 128) * 4
@@ -133,10 +130,7 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
       if (limit > shape.max_recv_tokens) {
         // Known to all from the counts, so all raise it and nothing moves.
         finish_slot(call->slot);
-        return error(Code::kInvalidArgument, d,
-                     "dispatch: rank %d would receive %lld rows, but max_recv_tokens=%lld; raise "
-                     "it or pass capacity=",
-                     d, (long long)limit, (long long)shape.max_recv_tokens);
+        return too_many_rows(d, limit, shape.max_recv_tokens);
       }
     }
     routing->recv_begin.resize(size_t(ranks) + 1);

@@ -3,34 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "epcomm/agreement.hpp"
 #include "host/writer.hpp"
 
 namespace epcomm::host {
-
-namespace {
-
-const char* op_name(int64_t op) {
-  switch (Op(op)) {
-    case Op::kDispatch:
-      return "dispatch";
-    case Op::kCombine:
-      return "combine";
-    case Op::kBarrier:
-      return "barrier";
-    case Op::kNone:
-      break;
-  }
-  return "unknown";
-}
-
-const char* const kTermNames[kNumTerms] = {
-    "the call",     "handle",       "layout",       "expert_alignment",
-    "capacity",     "quantize",     "dtype",        "row bytes",
-    "scales bytes", "scales dtype", "topk_weights", "topk_weights carried back",
-    "exact_order",
-};
-
-}  // namespace
 
 Engine::Entry::Entry(Op op) {
   std::fill(std::begin(terms), std::end(terms), 0);
@@ -158,76 +134,6 @@ Status Engine::break_if_lost(Status status) noexcept {
   return status;
 }
 
-std::string Engine::term_text(int term, int64_t value) const {
-  switch (term) {
-    case kTermOp:
-      return op_name(value);
-    case kTermLayout:
-      return RowLayout(value) == RowLayout::kRank ? "'rank'" : "'expert'";
-    case kTermCapacity:
-      return value < 0 ? "None" : std::to_string(value);
-    case kTermDtype:
-      return size_t(value) < options_.dtype_names.size() ? options_.dtype_names[size_t(value)]
-                                                         : "unknown";
-    case kTermScaleDtype:
-      if (value < 0) return "none";
-      return size_t(value) < options_.dtype_names.size() ? options_.dtype_names[size_t(value)]
-                                                         : "unknown";
-    case kTermQuantize:
-      return value == 0 ? "None" : value == 1 ? "'fp8'" : "'fp8' with round_scale";
-    case kTermWeights:
-      return value ? "used" : "not used";
-    case kTermCarried:
-      return value ? "given" : "not given";
-    case kTermExactOrder:
-      return value ? "True" : "False";
-    case kTermHandle:
-      return value == 0 ? "none" : "of call " + std::to_string(value);
-    default:
-      return std::to_string(value);
-  }
-}
-
-// Every rank writes the same records, so every rank comes to the same conclusion here.
-Status Engine::agree(const char* operation) noexcept {
-  const int ranks = options_.shape.num_ranks;
-  for (int peer = 0; peer < ranks; ++peer) {
-    const EntryHeader& header = record(peer);
-    if (header.epoch != epoch_) {
-      return break_if_lost(
-          error(Code::kInternal, peer, "%s: rank %d's entry word is of call %llu, not %llu",
-                operation, peer, (unsigned long long)header.epoch, (unsigned long long)epoch_));
-    }
-  }
-  for (int peer = 0; peer < ranks; ++peer) {
-    const EntryHeader& header = record(peer);
-    if (header.status == int32_t(Code::kOk)) continue;
-    const char* text = reinterpret_cast<const char*>(&header) + kEntryHeaderBytes;
-    const uint64_t bytes = std::min<uint64_t>(header.text_bytes, kEntryTextBytes);
-    Status status = error(Code(header.status), peer, "rank %d: ", peer);
-    status.text.append(text, size_t(bytes));
-    return status;
-  }
-  for (int term = 0; term < kNumTerms; ++term) {
-    bool equal = true;
-    for (int peer = 0; peer < ranks; ++peer)
-      equal = equal && record(peer).terms[term] == record(0).terms[term];
-    if (equal) continue;
-    Status status = error(
-        Code::kInvalidArgument, -1, "%s%s differs between ranks:",
-        term == kTermOp ? "" : (std::string(op_name(record(0).terms[kTermOp])) + ": ").c_str(),
-        kTermNames[term]);
-    constexpr int kListed = 16;
-    for (int peer = 0; peer < ranks && peer < kListed; ++peer) {
-      status.text += (peer ? ", rank " : " rank ") + std::to_string(peer) + " " +
-                     term_text(term, record(peer).terms[term]);
-    }
-    if (ranks > kListed) status.text += ", ...";
-    return status;
-  }
-  return {};
-}
-
 Status Engine::announce(const char* operation, const Entry& entry,
                         const CallContext& context) noexcept {
   const int ranks = options_.shape.num_ranks, me = options_.rank;
@@ -295,7 +201,12 @@ Status Engine::exchange(const char* operation, const Entry& entry,
                         const CallContext& context) noexcept {
   Status status = break_if_lost(announce(operation, entry, context));
   if (!status.ok()) return status;
-  status = agree(operation);  // a refusal breaks nothing, whatever its code
+  // Every rank writes the same records, so every rank comes to the same conclusion here.
+  const auto record_of = [this](int peer) -> const EntryHeader& { return record(peer); };
+  const int ranks = options_.shape.num_ranks;
+  status = break_if_lost(check_epochs(operation, epoch_, ranks, record_of));
+  if (!status.ok()) return status;
+  status = epcomm::agree(ranks, options_.dtype_names, record_of);  // a refusal breaks nothing
   if (status.ok()) {
     if (entry.slot >= 0) {
       slot_epoch_[size_t(entry.slot)] = epoch_;

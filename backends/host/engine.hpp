@@ -180,11 +180,9 @@ class Engine {
   // Announce and agree. What it returns has broken the engine already where it must.
   Status exchange(const char* operation, const Entry& entry, const CallContext& context) noexcept;
   Status announce(const char* operation, const Entry& entry, const CallContext& context) noexcept;
-  Status agree(const char* operation) noexcept;
   Status wait(int peer, uint64_t word, uint64_t value, const char* operation, const char* phase,
               const CallContext& context) noexcept;
   Status break_if_lost(Status status) noexcept;
-  std::string term_text(int term, int64_t value) const;
   const EntryHeader& record(int peer) noexcept;
   int64_t record_rows(int peer, int destination) noexcept;
   int64_t record_picks(int peer, int expert) noexcept;
