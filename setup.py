@@ -104,7 +104,8 @@ def faces():
     patterns = {
         "_host": ["host/*.cpp"],
         "_rows": ["host/rows*.cpp", "host/layout.cpp"],
-        "_device_ops": ["device/*.cpp", "common/driver.cpp"],
+        "_device": ["device/c*.cpp", "device/engine.cpp", "common/driver.cpp"],
+        "_device_ops": ["device/ops.cpp", "common/driver.cpp"],
     }
     backends = {f"_{backend.name}" for backend in REGISTRY}
     modules = sorted(os.path.basename(path)[:-4] for path in glob.glob("epcomm/*.pyx"))

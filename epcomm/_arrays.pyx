@@ -480,7 +480,11 @@ cpdef object empty(object shape, str dtype, Array like, bint zero=False):
             cupy = sys.modules["cupy"]
             make = cupy.zeros if zero else cupy.empty
             with cupy.cuda.Device(int(like.device[5:])):
-                return make(dims, dtype=numpy_dtype(dtype))
+                try:
+                    return make(dims, dtype=numpy_dtype(dtype))
+                except (TypeError, ValueError):  # its functions do not know fp8, its arrays do
+                    bits = make(dims, dtype=f"u{itemsize_of(dtype)}")
+                    return cupy.ndarray(dims, dtype=numpy_dtype(dtype), memptr=bits.data)
         return (np.zeros if zero else np.empty)(dims, dtype=numpy_dtype(dtype))
     except UnsupportedError:
         raise

@@ -40,8 +40,6 @@ DTYPES = (
 )  # fmt: skip
 
 _OPTIONS = ("num_threads", "node_id", "shm_dir", "push_only", "spin_us", "use_pidfd", "nvlink_share")
-# Whether dispatch and combine run on a GPU. Until then a GPU is chosen by nobody but who names it, and refused there.
-DEVICE_ENGINE = False
 _MAX_INT = (1 << 31) - 1
 _MAX_EXPERTS = 1 << 20  # owners are listed per expert, and entry records grow with them
 _MAX_HEAP_BYTES = 1 << 62  # 64-bit offsets, with room for the arithmetic
@@ -290,12 +288,16 @@ def _resolve_device(made: dict[str, Any]) -> str:
     rows = [backend for backend in BACKENDS if made["backend"] is None or backend.name in made["backend"]]
     has_device_memory = any(backend.needs_cuda for backend in rows)
     if made["device"] is None:
-        named = made["backend"] is not None and all(backend.needs_cuda for backend in rows)
-        return _current_gpu() if has_device_memory and (DEVICE_ENGINE or named) else "cpu"
+        return _current_gpu() if has_device_memory else "cpu"
     if made["device"] != "cpu" and not has_device_memory:
         names = ", ".join(backend.name for backend in rows)
         raise InvalidArgumentError(f"device is {made['device']!r}; allowed with backend {names}: 'cpu'")
     return made["device"]
+
+
+def index_of(device: str) -> int:
+    """N of ``cuda:N``."""
+    return int(device[5:])
 
 
 def _current_gpu() -> str:
@@ -361,7 +363,10 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
     _compare(told)
 
     threads = mine["threads"]
-    channels = made["num_channels"] or min(256, max(rank_told["threads"] for rank_told in told))
+    # On a GPU one signal per peer ends a phase: blocks of a kernel meet in its memory.
+    channels = (
+        1 if device != "cpu" else made["num_channels"] or min(256, max(rank_told["threads"] for rank_told in told))
+    )
     refused: list[str] = []
     for name in mine["viable"]:
         reasons = [f"rank {r}: {t['viable'][name]}" for r, t in enumerate(told) if t["viable"][name] is not None]
@@ -371,7 +376,7 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
             log.info("backend %s refused: %s", name, "; ".join(reasons))
             refused.append(f"{name}: {'; '.join(reasons[:8])}")
             continue
-        engine_or_none, failures = _start(group, name, made, threads, channels)
+        engine_or_none, failures = _start(group, name, made, device, threads, channels)
         if not failures:
             log.info("rank %d of %d uses backend %s", rank, num_ranks, name)
             caps, shape, engine = engine_or_none
@@ -399,19 +404,27 @@ def _other_nodes(node_ids: list[str | None]) -> list[str]:
 
 
 def _start(
-    group: bootstrap.Group, name: str, made: dict[str, Any], threads: int, channels: int
+    group: bootstrap.Group, name: str, made: dict[str, Any], device: str, threads: int, channels: int
 ) -> tuple[Any, list[tuple[int, dict]]]:
     """Set one backend up in step with the other ranks; ((caps, shape, engine), []) or (None, failures)."""
     rank, num_ranks = group.rank, group.num_ranks
+    on_gpu = device != "cpu"
+    functions: dict[str, int] = {}
     backend: Any = None
     shape: dict[str, int] = {}
     caps: frozenset[str] = frozenset()
 
     def open_heap() -> str:
-        nonlocal backend, shape, caps
-        if not DEVICE_ENGINE and any(row.name == name and row.needs_cuda for row in BACKENDS):
-            raise UnsupportedError(f"backend {name}: dispatch and combine do not run on a GPU yet; use device='cpu'")
-        backend = importlib.import_module(f"epcomm._{name}").Backend(made["options"])
+        nonlocal backend, shape, caps, functions
+        options = made["options"]
+        if on_gpu:
+            from epcomm import kernels
+
+            # Now, since loading can wait for a busy GPU, and only now: nothing compiles after creation.
+            for unit in (kernels.DISPATCH, kernels.COMBINE):
+                functions |= kernels.load(unit, index_of(device)).functions
+            options = {**options, "device": index_of(device)}
+        backend = importlib.import_module(f"epcomm._{name}").Backend(options)
         caps = frozenset(capability_names(backend.caps))
         shape = heap_shape(made, num_ranks, channels, "peer_load_store" in caps)
         backend.alloc_heap(_host.heap_bytes(shape)["total"])
@@ -422,6 +435,20 @@ def _start(
             state_word = _host.heap_bytes(shape)["state_word"]
             backend.connect(rank, [bytes.fromhex(info) for info in infos], state_word, made["timeout_s"])
             owners, _, _ = ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])
+            if on_gpu:
+                from epcomm import _device
+
+                return _device.DeviceEngine(
+                    backend,
+                    rank,
+                    index_of(device),
+                    shape,
+                    owners,
+                    made["num_sms"],
+                    made["timeout_s"],
+                    DTYPES,
+                    functions,
+                )
             return _host.HostEngine(
                 backend,
                 rank,

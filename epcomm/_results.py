@@ -103,8 +103,12 @@ class Event:
         return self._pending.done()
 
     def wait(self) -> None:
-        """Order the caller behind the call; on host memory this blocks like :meth:`synchronize`."""
-        self.synchronize()
+        """Order the caller behind the call: on a GPU its current stream, on host memory like :meth:`synchronize`."""
+        join = getattr(self._pending, "join_stream", None)
+        if join is None:
+            self.synchronize()
+        else:
+            join()
 
     def synchronize(self) -> None:
         """Block until the call has ended, at most its deadline per wait, and raise what it raised."""

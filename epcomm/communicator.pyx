@@ -4,11 +4,13 @@ import itertools
 import os
 import threading
 import warnings
+import weakref
+from functools import partial
 from operator import index
 
 import numpy as np
 
-from epcomm import _arrays, _create, _host, ops
+from epcomm import _arrays, _create, _gpu, _host, ops
 from epcomm._results import Combined, Dispatched, Event
 from epcomm.errors import (
     EpcommError,
@@ -53,6 +55,8 @@ class Handle:
         self.num_rows = routing.output_rows
         self.has_weights = routing.has_weights
         self._num_picks = sum(routing.picks_per_expert)
+        self._lease = None  # on a GPU: weak reference to the lease of the dispatch
+        self._like = None  # on a GPU: an array of the dispatch's kind
 
     @property
     def closed(self):
@@ -66,7 +70,13 @@ class Handle:
         raise TypeError("a Handle cannot be copied or pickled: it belongs to one communicator of one process")
 
     def record_stream(self, stream):
-        """Keep a lease until the work queued on ``stream`` is done. Nothing to do on host memory."""
+        """Keep the lease of the dispatch also until the work queued on ``stream`` by its end is done.
+
+        Nothing to do on host memory, and where ``x`` was copied.
+        """
+        lease = None if self._lease is None else self._lease()
+        if lease is not None:
+            lease.record_stream(_gpu.handle_of(stream, "record_stream: stream"), stream)
 
     def __repr__(self):
         state = "closed" if self.closed else f"{self.num_tokens} tokens, {self.num_rows} rows"
@@ -174,6 +184,7 @@ class Communicator:
         self._made = made
         self._engine = made.engine
         self._serial = next(_serial)
+        self._gpu = None if made.device == "cpu" else _create.index_of(made.device)
         self._lock = threading.Lock()
         self._owner = None  # thread inside a call
         self._aborted = None
@@ -306,8 +317,10 @@ class Communicator:
         copy : None, True or False
             None: a view of the heap where a slot is free; True: the caller's memory; False: a view or an error.
         num_sms : int, optional
-            Host threads of this call.
-        stream : None
+            Multiprocessors of this call on GPU memory (default 24), host threads on host memory.
+        stream : optional
+            GPU memory: the CUDA stream that the call comes after, and that comes after the call; a torch or CuPy
+            stream, an object with ``__cuda_stream__`` or a handle. Default the current one of the library of ``x``.
             Host memory has no streams.
         async_op : bool
             Return once counts are known, with ``event``; rows may be read after ``event.wait()``.
@@ -374,9 +387,14 @@ class Communicator:
             pending = self._engine.combine(**request["engine"])
             event = None
             if pending is not None:
-                self._in_flight = pending
+                self._follow(pending)
                 event = Event(pending)
             return Combined(x=request["out"], topk_weights=request["carried_out"], event=event)
+
+    def _follow(self, pending):
+        """The next call waits for this one; on a GPU its stream does that."""
+        if self._gpu is None:
+            self._in_flight = pending
 
     def combine_buffer(self, handle, dtype=None):
         """Memory for expert outputs that makes ``combine`` zero-copy. Local.
@@ -403,8 +421,11 @@ class Communicator:
             itemsize = _arrays.itemsize_of(name)
             self._check_row("combine_buffer", "dtype", hidden * itemsize, 0)
             shape = (handle.num_rows, hidden)
-            like = _arrays.view(np.empty(0, np.uint8), "like")
-            lease = self._engine.take_lease(shape[0] * shape[1] * itemsize)
+            like = handle._like or _arrays.view(np.empty(0, np.uint8), "like")
+            stream = {}
+            if self._gpu is not None:
+                stream["stream"], stream["stream_object"] = _gpu.current(like.kind, self._gpu)
+            lease = self._engine.take_lease(shape[0] * shape[1] * itemsize, **stream)
             if lease is not None:
                 return _arrays.wrap(lease.ptr, shape, name, like, lease)
             self._extra["combine_buffer_copies"] += 1
@@ -588,9 +609,12 @@ class Communicator:
 
     def _array(self, call, name, obj, ndim, dtypes=None, allowed=None):
         array = _arrays.view(obj, f"{call}: {name}")
-        if (array.device == "cpu") != (self.device == "cpu"):
+        if array.device != self.device:
             raise InvalidArgumentError(
                 f"{call}: {name} lies on {array.device}, but the communicator was created with device={self.device!r}")
+        if self._gpu is not None and not _gpu.aligned(array):
+            raise InvalidArgumentError(f"{call}: {name} has elements at addresses that are no multiples of their "
+                                       f"{array.itemsize} bytes; allowed on GPU memory: aligned ones")
         if array.requires_grad:
             raise InvalidArgumentError(
                 f"{call}: {name} requires grad, and this call would lose its gradient; use epcomm.torch, pass "
@@ -614,6 +638,8 @@ class Communicator:
         self._shaped(call, name, array, shape)
         if array.dtype == "float32":
             return array
+        if self._gpu is not None:
+            return _gpu.as_float32(array, name)
         with np.errstate(over="ignore"):
             return _arrays.view(_arrays.as_numpy(array).astype(np.float32), name)
 
@@ -639,11 +665,30 @@ class Communicator:
 
     def _check_common(self, call, num_sms, stream, async_op):
         threads = 0 if num_sms is None else _integer(call, "num_sms", num_sms, 1)
-        if stream is not None:
+        if stream is not None and self._gpu is None:
             raise InvalidArgumentError(f"{call}: stream is {stream!r}; allowed: None on host memory")
         if _boolean(call, "async_op", async_op):
             self._engine.start_async()
         return min(threads, 1 << 20), bool(async_op)
+
+    def _streams(self, call, arrays, stream):
+        """On a GPU: handle of the caller's stream and what keeps it alive, as the engine's arguments."""
+        if self._gpu is None:
+            return {}
+        handle, keep = _gpu.current(arrays[0].kind, self._gpu)
+        if stream is not None:
+            given = _gpu.handle_of(stream, f"{call}: stream")
+            if given != handle:
+                self._engine.order_after(handle)  # conversions, and the memory that results are made in
+            handle, keep = given, stream
+        for array in arrays:
+            if array is not None and array.stream is not None and array.stream not in (handle, 1):
+                self._engine.order_after(array.stream)
+        return {"stream": handle, "stream_object": keep}
+
+    def _on_gpu_only(self, call, name, value, allowed):
+        if self._gpu is not None and value != allowed:
+            raise UnsupportedError(f"{call}: {name} is {value!r}; allowed on GPU memory so far: {allowed!r}")
 
     def _dispatch_request(self, x, topk_idx, topk_weights, handle, scales, quantize, layout, expert_alignment,
                           capacity, copy, num_sms, stream, async_op):
@@ -702,6 +747,9 @@ class Communicator:
             if scales.dtype not in _create.DTYPES:
                 raise InvalidArgumentError(f"{call}: scales have dtype {scales.dtype}; allowed: any native dtype")
             self._check_row(call, "x", columns * x.itemsize, scales.shape[1] * scales.itemsize)
+        self._on_gpu_only(call, "layout", layout, "rank")
+        self._on_gpu_only(call, "capacity", capacity, None)
+        self._on_gpu_only(call, "quantize", quantize, None)
         out_dtype = "float8_e4m3fn" if quantize else x.dtype
         scale_dtype = "float32" if quantize else scales.dtype if scales is not None else None
         if out_dtype not in _create.DTYPES:
@@ -716,7 +764,7 @@ class Communicator:
                 _create.DTYPES.index(scale_dtype), quantize=1 if quantize else 0,
                 row_type=_host.ROW_TYPES.get(x.dtype, 0), layout=_host.LAYOUTS[layout], alignment=expert_alignment,
                 capacity=-1 if capacity is None else capacity, want_lease=1 if copy is None else 0 if copy else 2,
-                max_threads=threads),
+                max_threads=threads, **self._streams(call, (x, idx, weights, scales), stream)),
         }
 
     def _dispatch_result(self, call, request):
@@ -737,10 +785,12 @@ class Communicator:
                     self._deferred = None
                 raise error
 
+        if self._gpu is not None:
+            outputs["current"] = partial(_gpu.current, request["x"].kind, self._gpu)
         pending = self._engine.dispatch_finish(
             call, **outputs, keep=result, max_threads=request["threads"], async_op=request["async_op"])
         if pending is not None:
-            self._in_flight = pending
+            self._follow(pending)
             result.event = Event(pending, deferred)
         return result
 
@@ -754,7 +804,10 @@ class Communicator:
 
         def make(name, shape, dtype):
             array = _arrays.empty(shape, dtype, like)
-            addresses[name] = _arrays.view(array, name).ptr or 64
+            if self._gpu is None:
+                addresses[name] = _arrays.view(array, name).ptr or 64
+            else:
+                addresses[name] = _gpu.address(array)
             return array
 
         scale_columns = 0
@@ -781,6 +834,15 @@ class Communicator:
             handle = Handle(self, routing, layout, request["alignment"], capacity)
         counts = None if capacity is not None else routing.picks_per_expert
         delivered = routing.recv_rows if layout == "rank" else routing.num_picks - routing.num_dropped
+        if self._gpu is None:
+            num_tokens, overflow = self._scalar(delivered, like), self._scalar(routing.num_dropped, like)
+        else:
+            scalars = make("scalars", (2,), "int64")  # filled in stream order
+            num_tokens, overflow = scalars[0], scalars[1]
+            if handle._like is None:
+                handle._like = _arrays.view(num_tokens, "like")
+            if lease is not None:
+                handle._lease = weakref.ref(lease[0])
         result = Dispatched(
             x=x,
             scales=scales,
@@ -789,8 +851,8 @@ class Communicator:
             num_tokens_per_expert=make("counts", (local,), "int32"),
             expert_offsets=make("offsets", (local + 1,), "int32") if layout == "expert" else None,
             counts=counts,
-            num_tokens=self._scalar(delivered, like),
-            overflow=self._scalar(routing.num_dropped, like),
+            num_tokens=num_tokens,
+            overflow=overflow,
             handle=handle,
         )
         return result, addresses
@@ -825,7 +887,11 @@ class Communicator:
                                        "of the dispatch")
         columns = x.shape[1]
         self._check_row(call, "x", columns * x.itemsize, 0)
-        rows = x if x.rows_contiguous() else _contiguous(x)
+        self._on_gpu_only(call, "exact_order", exact_order, False)
+        if x.rows_contiguous():
+            rows = x
+        else:
+            rows = _contiguous(x) if self._gpu is None else _gpu.contiguous(x, "x")
         carried, carried_out, carried_at = None, None, 0
         num_topk = self._made.parameters["num_topk"]
         if topk_weights is not None:
@@ -838,7 +904,9 @@ class Communicator:
             if bias.shape not in ((columns,), (handle.num_tokens, columns)):
                 raise InvalidArgumentError(f"{call}: bias has shape {bias.shape}; allowed: ({columns},) or "
                                            f"({handle.num_tokens}, {columns})")
-            if bias.dtype != "float32" or not bias.contiguous() or bias.ptr % 4:
+            if self._gpu is not None:
+                bias = _gpu.as_float32(bias, "bias")
+            elif bias.dtype != "float32" or not bias.contiguous() or bias.ptr % 4:
                 bias = _arrays.view(np.array(_arrays.as_numpy(bias), dtype=np.float32, order="C"), "bias")
         if out is None:
             out = _arrays.empty((handle.num_tokens, columns), x.dtype, x)
@@ -853,6 +921,9 @@ class Communicator:
                                            "adjacent and that do not overlap")
             if _overlap(target, x):
                 raise InvalidArgumentError(f"{call}: out overlaps x in memory")
+        streams = self._streams(call, (x, carried, bias, target), stream)
+        if streams:
+            streams["current"] = partial(_gpu.current, x.kind, self._gpu)
         return {
             "out": out, "carried_out": carried_out,
             "engine": dict(
@@ -862,7 +933,7 @@ class Communicator:
                 bias_stride=columns if bias is not None and bias.ndim > 1 else 0, out=target.ptr or 64,
                 out_stride=target.strides[0] if target.shape[0] > 1 else columns * x.itemsize,
                 carried_out=carried_at, keep=(x, bias, out, carried_out, target, handle), max_threads=threads,
-                async_op=async_op),
+                async_op=async_op, **streams),
         }
 
 

@@ -84,7 +84,16 @@ CAST = Unit(
     "cast.cu",
     (*(f"epcomm_{way}_{name}" for way in ("quantize", "dequantize") for name in _FLOATS), "epcomm_convert"),
 )
-UNITS = (LAYOUT, PERMUTE, UNPERMUTE, CAST)
+# The device engine's kernels reach peers through a policy; a wait that takes long is a call of its own.
+_NVLINK: dict[str, Any] = {"includes": ("epcomm/device/nvlink.cuh",), "defines": (("EPCOMM_WIRE", "nvlink"),)}
+DISPATCH = Unit(
+    "dispatch.cu",
+    ("epcomm_enter", "epcomm_send", "epcomm_collect", "epcomm_copy"),
+    may_use_stack=("epcomm_enter", "epcomm_send"),
+    **_NVLINK,
+)
+COMBINE = Unit("combine.cu", ("epcomm_carry", "epcomm_reduce"), may_use_stack=("epcomm_reduce",), **_NVLINK)
+UNITS = (LAYOUT, PERMUTE, UNPERMUTE, CAST, DISPATCH, COMBINE)
 
 
 class Built(NamedTuple):

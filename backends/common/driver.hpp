@@ -20,6 +20,7 @@ using CuContext = struct CuContextTag*;
 using CuStream = struct CuStreamTag*;
 using CuFunction = struct CuFunctionTag*;
 using CuEvent = struct CuEventTag*;
+using CuPool = struct CuPoolTag*;
 using CuMemory = unsigned long long;  // a piece of physical memory
 
 enum : CuResult {
@@ -27,6 +28,7 @@ enum : CuResult {
   kCuInvalidValue = 1,
   kCuOutOfMemory = 2,
   kCuDeinitialized = 4,
+  kCuNotReady = 600,
 };
 
 struct CuUuid {
@@ -71,6 +73,20 @@ struct CuAccess {
 };
 constexpr int kCuReadWrite = 3;
 static_assert(sizeof(CuAccess) == 12, "the driver's CUmemAccessDesc");
+
+enum CuFunctionAttribute : int { kCuMaxDynamicShared = 8 };
+enum CuPoolAttribute : int { kCuPoolReleaseThreshold = 4 };
+
+struct CuPoolProperties {
+  int type;  // kCuPinned
+  int handle_types;
+  CuLocation location;
+  void* windows;
+  size_t max_bytes;
+  unsigned short usage;
+  unsigned char reserved[54];
+};
+static_assert(sizeof(CuPoolProperties) == 88, "the driver's CUmemPoolProps");
 
 struct CuFabricHandle {
   unsigned char bytes[64];
@@ -143,6 +159,22 @@ constexpr int kCuPointerDeviceOrdinal = 9;
   X(cuStreamSynchronize, "cuStreamSynchronize", (CuStream stream))                                 \
   X(cuStreamIsCapturing, "cuStreamIsCapturing", (CuStream stream, int* status))                    \
   X(cuStreamWaitEvent, "cuStreamWaitEvent", (CuStream stream, CuEvent event, unsigned flags))      \
+  X(cuStreamCreateWithPriority, "cuStreamCreateWithPriority",                                      \
+    (CuStream * stream, unsigned flags, int priority))                                             \
+  X(cuCtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", (int* least, int* greatest))       \
+  X(cuStreamQuery, "cuStreamQuery", (CuStream stream))                                             \
+  X(cuEventQuery, "cuEventQuery", (CuEvent event))                                                 \
+  X(cuFuncSetAttribute, "cuFuncSetAttribute",                                                      \
+    (CuFunction function, CuFunctionAttribute attribute, int value))                               \
+  X(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2",                                                     \
+    (CuPointer to, CuPointer from, size_t bytes, CuStream stream))                                 \
+  X(cuMemPoolCreate, "cuMemPoolCreate", (CuPool * pool, const CuPoolProperties* properties))       \
+  X(cuMemPoolDestroy, "cuMemPoolDestroy", (CuPool pool))                                           \
+  X(cuMemPoolSetAttribute, "cuMemPoolSetAttribute",                                                \
+    (CuPool pool, CuPoolAttribute attribute, void* value))                                         \
+  X(cuMemAllocFromPoolAsync, "cuMemAllocFromPoolAsync",                                            \
+    (CuPointer * at, size_t bytes, CuPool pool, CuStream stream))                                  \
+  X(cuMemFreeAsync, "cuMemFreeAsync", (CuPointer at, CuStream stream))                             \
   X(cuStreamDestroy, "cuStreamDestroy_v2", (CuStream stream))                                      \
   X(cuEventCreate, "cuEventCreate", (CuEvent * event, unsigned flags))                             \
   X(cuEventRecord, "cuEventRecord", (CuEvent event, CuStream stream))                              \

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 KINDS = ("numpy", "torch", "dlpack", "buffer")
+GPU_KINDS = ("cupy", "torch_cuda")  # for backends with device memory
 
 # Forms that each kind can express. "odd": at an odd byte offset; "reversed": negative strides.
 FORMS = {
@@ -17,16 +18,27 @@ FORMS = {
     "torch": ("plain", "rows", "columns", "fortran", "broadcast"),
     "dlpack": ("plain", "rows", "columns", "fortran", "broadcast"),
     "buffer": ("plain", "rows", "columns", "reversed", "readonly", "fortran"),
+    "cupy": ("plain", "rows", "columns", "reversed", "fortran", "broadcast"),
+    "torch_cuda": ("plain", "rows", "columns", "fortran", "broadcast"),
 }
 
 
 def why_not(kind):
     """Why a kind cannot be used here, or None."""
-    if kind == "torch":
+    if kind in ("torch", "torch_cuda"):
         try:
-            import torch  # noqa: F401
+            import torch
         except ImportError as error:
             return f"torch: {error}"
+        if kind == "torch_cuda" and not torch.cuda.is_available():
+            return "torch sees no GPU"
+    if kind == "cupy":
+        try:
+            import cupy
+
+            cupy.cuda.runtime.getDeviceCount()
+        except Exception as error:
+            return f"cupy: {error}"
     return None
 
 
@@ -82,6 +94,8 @@ def to_kind(array, kind):
         return DLPackExporter(array)
     if kind == "buffer":
         return memoryview(array)
+    if kind in GPU_KINDS:
+        return _to_gpu(array, kind)
     raise ValueError(kind)
 
 
@@ -91,6 +105,14 @@ def is_kind(thing, kind):
         import torch
 
         return isinstance(thing, torch.Tensor) and thing.device.type == "cpu"
+    if kind == "torch_cuda":
+        import torch
+
+        return isinstance(thing, torch.Tensor) and thing.device.type == "cuda"
+    if kind == "cupy":
+        import cupy
+
+        return isinstance(thing, cupy.ndarray)
     return isinstance(thing, np.ndarray)
 
 
@@ -100,13 +122,49 @@ def to_numpy(thing):
         return thing
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
-        thing = thing.detach()
+        thing = thing.detach().cpu()
         for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
             if thing.dtype == getattr(torch, name):
                 unsigned = torch.uint8 if thing.element_size() == 1 else torch.uint16
                 return thing.view(unsigned).numpy().view(dtype_of(name))
         return thing.numpy()
+    if type(thing).__module__.startswith("cupy"):
+        return thing.get()
     return np.asarray(thing)
+
+
+def assign(thing, values):
+    """Write NumPy values into an output."""
+    if isinstance(thing, np.ndarray) or (hasattr(thing, "is_cpu") and thing.is_cpu):
+        to_numpy(thing)[...] = values
+    elif hasattr(thing, "copy_"):
+        thing.copy_(_to_gpu(np.ascontiguousarray(values), "torch_cuda"))
+    else:
+        thing[...] = _to_gpu(np.ascontiguousarray(values), "cupy")
+
+
+def _to_gpu(array, kind):
+    """The same bytes with the same strides on the GPU."""
+    low = sum((count - 1) * step for count, step in zip(array.shape, array.strides, strict=True) if step < 0)
+    high = sum((count - 1) * step for count, step in zip(array.shape, array.strides, strict=True) if step > 0)
+    if array.size == 0:
+        low = high = 0
+    span = high - low + array.itemsize if array.size else 0
+    raw = np.zeros(max(span, 1), np.uint8)
+    if span:
+        raw[:] = np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(array.ctypes.data + low))
+    if kind == "cupy":
+        import cupy
+
+        pointer = cupy.asarray(raw).data - low
+        return cupy.ndarray(array.shape, array.dtype, pointer, array.strides)
+    import torch
+
+    dtype = getattr(torch, array.dtype.name)
+    if not span:
+        return torch.empty(array.shape, dtype=dtype, device="cuda")
+    flat = torch.from_numpy(raw).cuda().view(dtype)
+    return flat.as_strided(array.shape, [step // array.itemsize for step in array.strides])
 
 
 def _to_torch(array):

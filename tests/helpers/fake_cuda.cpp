@@ -356,3 +356,18 @@ FAKE cuLaunchKernel(CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned
                     unsigned, CuStream, void**, void**) {
   return kInvalid;
 }
+
+// What the device engine needs beyond: it is there, and not to be had.
+#define ABSENT(name, ...) \
+  FAKE name(__VA_ARGS__) { return kInvalid; }
+ABSENT(cuStreamCreateWithPriority, CuStream*, unsigned, int)
+ABSENT(cuCtxGetStreamPriorityRange, int*, int*)
+ABSENT(cuStreamQuery, CuStream)
+ABSENT(cuEventQuery, CuEvent)
+ABSENT(cuFuncSetAttribute, CuFunction, CuFunctionAttribute, int)
+ABSENT(cuMemcpyDtoDAsync_v2, CuPointer, CuPointer, size_t, CuStream)
+ABSENT(cuMemPoolCreate, CuPool*, const CuPoolProperties*)
+ABSENT(cuMemPoolDestroy, CuPool)
+ABSENT(cuMemPoolSetAttribute, CuPool, CuPoolAttribute, void*)
+ABSENT(cuMemAllocFromPoolAsync, CuPointer*, size_t, CuPool, CuStream)
+ABSENT(cuMemFreeAsync, CuPointer, CuStream)

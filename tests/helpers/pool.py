@@ -126,9 +126,18 @@ class RankContext:
         import epcomm
 
         kwargs.setdefault("backend", self.backend)
+        if self.on_gpu:
+            kwargs.setdefault("device", 0)  # ranks may share it
         communicator = epcomm.Communicator(**kwargs)
         self._open.append(communicator)
         return communicator
+
+    @property
+    def on_gpu(self):
+        """Whether the pool's backend has device memory."""
+        from epcomm._registry import BACKENDS
+
+        return any(row.name == self.backend and row.needs_cuda for row in BACKENDS)
 
     environment = staticmethod(environment)
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = {"host", "device"}  # folders of backends/ that are engines; the others lie below them
 # What ranks say to each other, where it lies and what is done with it; all other headers know bytes only.
-ENGINE_HEADERS = {"heap.h", "entry.h", "layout.h", "permute.h", "cast.h"}
+ENGINE_HEADERS = {"heap.h", "entry.h", "agreement.hpp", "engine.h", "layout.h", "permute.h", "cast.h"}
 BACKEND_WORDS = {"shm", "nvlink", "ibrc", "ibgda"}
 MOE_WORDS = {"token", "tokens", "expert", "experts", "combine", "combines", "combined", "dispatch", "dispatches",
              "dispatched", "topk", "moe"}  # fmt: skip

@@ -1,0 +1,190 @@
+// What the device engine's host side and its kernels tell each other: plain data, one text for g++
+// and NVRTC.
+//
+// DeviceState lives in device memory and belongs to the kernels: epochs, phases, slot epochs and
+// credits are counted there and nowhere else. The host names the slot of a call, since it knows
+// which slots leases hold, and reads Report and Errors, which lie in pinned host memory.
+#pragma once
+
+#include "epcomm/device/wait.h"
+#include "epcomm/entry.h"
+
+namespace epcomm::device {
+
+// Sizes of arrays that hold one entry per rank or slot.
+constexpr int kMaxRanks = 128;
+constexpr int kMaxSlots = 65;
+
+// Tokens of a block of the layout pass; Routing counts them per block.
+constexpr int kLayoutTokens = 256;
+constexpr int kEnterThreads = 256;
+constexpr int kSendWarps = 16;
+constexpr int kReduceWarps = 16;
+// A warp of a reducing block has a ring of pieces of rows in dynamic shared memory.
+constexpr int kReducePiece = 2048;
+constexpr int kReduceStages = 7;
+constexpr int kReduceBytes = kReduceWarps * kReduceStages * kReducePiece;
+constexpr int kCollectThreads = 256;
+// Dynamic shared memory of a sending block: one row, or a piece of it, per warp.
+constexpr int kSendBytesMax = 227 * 1024 - 1024;
+
+enum Fault : int32_t {
+  kNoFault = 0,
+  kDisagree,     // a rank refused, or terms differ: the entry records say how
+  kTooManyRows,  // the counts say which rank
+  kWaitFailed,   // `code` says how
+  kWasBroken,    // an earlier wait failed, or one of this call's: Errors has it
+};
+
+enum Phase : int32_t { kPhaseEntry = 0, kPhaseCredit, kPhaseData, kPhaseDone };
+
+struct FaultWord {
+  int32_t fault;
+  int32_t phase;
+  int32_t op;
+  int32_t peer;     // awaited
+  int32_t code;     // WaitCode
+  int32_t culprit;  // of the wait
+  uint64_t epoch;
+  uint64_t expected, seen;
+  uint64_t waited_ns;
+};
+
+// Pinned host memory. `set` and `epoch` are written last.
+struct Errors {
+  uint64_t set;
+  FaultWord first;
+};
+
+struct Report {
+  uint64_t epoch;  // the call that the rest is about
+  FaultWord fault;
+  int64_t recv_rows;
+  // int64 rows_of[num_ranks * num_ranks], picks[max_local_experts]
+};
+constexpr uint64_t kReportRowsOffset = 128;
+static_assert(sizeof(Report) <= kReportRowsOffset, "report outgrew its place");
+
+struct DeviceState {
+  uint64_t epoch;
+  uint64_t data_phases, done_phases;
+  uint64_t slot_epoch[kMaxSlots];   // last epoch that used the slot
+  uint64_t credit_sent[kMaxSlots];  // what peers' credit words show
+  uint64_t bad_pick;                // least token * num_topk + slot of a bad id; ~0: none
+  uint32_t broken;                  // nothing moves any more
+  uint32_t go;                      // the call in progress was agreed on and may move rows
+  uint32_t enter_ticket, send_ticket, reduce_ticket;
+  int32_t slot;  // of the call in progress
+  int32_t peer_slot[kMaxRanks];
+  uint64_t peer_rows[kMaxRanks];  // combine: heap offset of each rank's rows
+};
+
+// Rows of a caller's array; strides in bytes.
+struct Strided {
+  const char* data;
+  int64_t row_stride, col_stride;
+  int64_t row_bytes;  // packed
+  int32_t itemsize;
+  int32_t packed;  // columns are adjacent
+};
+
+// A handle's device memory.
+struct RoutingView {
+  int32_t* place;        // [num_tokens, num_ranks] place in the block's list for the rank; -1: none
+  int32_t* block_base;   // [blocks, num_ranks] where the block's list begins in the rank's
+  int32_t* ids;          // [num_tokens, num_topk]
+  int64_t* base_to;      // [num_ranks] first row of this rank at each rank
+  int64_t* recv_begin;   // [num_ranks + 1] rows from each rank here
+  int32_t* local_picks;  // [num_local_experts] picks of own experts, from all ranks
+  int32_t* recv_ids;     // [recv_rows, num_topk], once counts are known
+  float* recv_weights;   // the same, or null
+};
+
+// What is the same in all calls of a communicator.
+struct Setup {
+  HeapShape shape;
+  HeapLayout layout;
+  int32_t rank, num_ranks, num_topk, num_experts, num_local_experts;
+  int32_t num_slots;  // physical
+  DeviceState* state;
+  Errors* errors;
+  Report* report;
+  const int32_t* expert_rank;   // [num_experts]
+  const int32_t* expert_local;  // [num_experts]
+  int32_t* histogram;           // [num_experts], zero between calls
+  const char* text;             // pinned: the reason of a refusal by the host
+};
+
+struct EnterArgs {
+  Setup setup;
+  EntryHeader header;  // epoch, slot_epoch: filled in by the kernel
+  uint64_t leased[2];  // slots that leases hold: no credit for them
+  // Layout pass, if ids is not null.
+  const char* ids;
+  int64_t ids_token_stride, ids_topk_stride;
+  int32_t ids_are_64;
+  int32_t counts;                  // this call makes a routing
+  int64_t num_tokens, num_blocks;  // blocks of kLayoutTokens tokens
+  int64_t max_recv_tokens;
+  RoutingView routing;
+};
+
+struct SendArgs {
+  Setup setup;
+  Strided x, scales;
+  const char* weights;  // float32, any strides; null: none
+  int64_t weights_token_stride, weights_topk_stride;
+  int64_t num_tokens;
+  uint64_t row_bytes, scale_bytes, scales_offset;  // in a slot's payload
+  RoutingView routing;
+  int32_t cached;  // ids and weights are at the receiver already
+  int32_t path;    // SendPath
+  int32_t buffer_bytes;
+};
+enum SendPath : int32_t { kSendBulk = 0, kSendVector = 1, kSendElements = 2 };
+
+struct CollectArgs {
+  Setup setup;
+  RoutingView routing;
+  int64_t recv_rows;
+  int32_t cached, has_weights;
+  int32_t* ids;    // null: not wanted
+  float* weights;  // null: not wanted
+  int32_t* tokens_per_expert;
+  int64_t* scalars;  // [2] num_tokens, overflow
+};
+
+struct CarryArgs {
+  Setup setup;
+  RoutingView routing;
+  int64_t recv_rows;
+  const char* carried;  // float32 [recv_rows, num_topk], any strides
+  int64_t row_stride, topk_stride;
+  char* to;  // the own slot's weights
+};
+
+struct ReduceArgs {
+  Setup setup;
+  RoutingView routing;
+  Strided own;  // this rank's rows, all of them, as the caller has them
+  int64_t num_tokens, num_cols;
+  uint64_t row_bytes;
+  const float* bias;    // float32 [num_cols], null: none
+  int64_t bias_stride;  // floats between tokens
+  char* out;
+  int64_t out_stride;
+  float* carried_out;  // [num_tokens, num_topk] or null
+  int32_t row_type;    // 0 float32, 1 float16, 2 bfloat16
+  int32_t aligned;     // own rows, out and bias allow 16-byte accesses
+  int32_t bulk;        // the launch has kReduceBytes of dynamic shared memory
+};
+
+struct CopyArgs {
+  Strided from;
+  char* to;
+  int64_t to_stride;
+  int64_t num_rows;
+  int32_t aligned;
+};
+
+}  // namespace epcomm::device
