@@ -822,8 +822,8 @@ class Communicator:
                 scales = _arrays.wrap(scales_at, (rows, scale_columns), request["scale_dtype"], like, owner)
         elif request["copy"] is False:
             raise UnsupportedError(
-                f"dispatch: copy=False, but {rows} rows do not fit in one slot, or {self._engine.leases_held()} leases "
-                f"are held; raise max_recv_tokens or num_slots, or let it copy")
+                f"rank {self.rank}: dispatch: copy=False, but the {rows} rows received, padding counted, do not fit in "
+                f"one slot ({self._engine.leases_held()} leases are held); raise max_recv_tokens or let it copy")
         else:
             x = make("x", (rows, request["columns"]), request["out_dtype"])
             if request["scale_dtype"] is not None:

@@ -83,6 +83,13 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
   if (entry.status.ok() && args.want_lease == 2 && leases_held() >= shape.num_slots) {
     entry.status = no_lease_left(leases_held(), shape.num_slots);
   }
+  if (entry.status.ok() && args.want_lease == 2 && args.capacity > layout_.slot_rows) {
+    entry.status =
+        error(Code::kUnsupported, -1,
+              "dispatch: copy=False, but capacity=%lld and a slot holds %lld rows; lower "
+              "capacity, raise max_recv_tokens or let it copy",
+              (long long)args.capacity, (long long)layout_.slot_rows);
+  }
   call->wire_row_bytes = uint64_t(args.quantize ? args.x.num_cols : args.x.row_bytes());
   call->wire_scale_bytes = args.quantize      ? uint64_t((args.x.num_cols + 127) / 128) * 4
                            : args.scales.data ? uint64_t(args.scales.row_bytes())

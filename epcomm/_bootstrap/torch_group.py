@@ -51,7 +51,11 @@ class TorchGroup(Group):
 
     def __init__(self, group: Any, timeout_s: float) -> None:
         self._dist = distributed()
-        rank = -1 if not isinstance(group, self._dist.ProcessGroup) else self._dist.get_rank(group)
+        try:
+            rank = self._dist.get_rank(group) if isinstance(group, self._dist.ProcessGroup) else -1
+        except (ValueError, KeyError, AssertionError):
+            text = "group: torch.distributed does not know this group: destroyed, or made without new_group"
+            raise InvalidArgumentError(text) from None
         if rank < 0:
             raise InvalidArgumentError(
                 "group: this process is not a member of the torch.distributed group; make the communicator on its "

@@ -198,6 +198,24 @@ def expert_layout_leases(context):
         return text
 
 
+def more_capacity_than_a_slot(context):
+    with context.comm(**COMM) as comm:
+        for layout in ("rank", "expert"):
+            text = None
+            try:
+                comm.dispatch(rows_for(context, 0), IDX, layout=layout, capacity=100_000,
+                              copy=False if context.rank == 0 else None)  # fmt: skip
+            except epcomm.UnsupportedError as error:
+                text = str(error)
+            assert text and text.startswith("rank 0: ") and "capacity=100000" in text, text
+            out = comm.dispatch(rows_for(context, 1), IDX, layout=layout, capacity=100_000)
+            assert_bits(comm.combine(out.x, out.handle).x, comm.combine(out.x, out.handle).x, "z")
+
+
+def test_copy_false_with_more_capacity_than_a_slot_is_refused_by_all(ranks):
+    ranks.run(more_capacity_than_a_slot)
+
+
 def test_leases_of_expert_layout(ranks):
     texts = ranks.run(expert_layout_leases)
     assert all(text is None or "copy=False" in text for text in texts), texts

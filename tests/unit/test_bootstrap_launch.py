@@ -354,6 +354,10 @@ with bootstrap.connect(made, timeout_s=20) as group:
 del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 with bootstrap.connect(timeout_s=20) as group:
     check(group, "torch-group", everyone)
+gone = dist.new_group(everyone)
+dist.destroy_process_group(gone)
+error, _ = error_of(lambda: bootstrap.connect(gone, timeout_s=20))
+assert isinstance(error, InvalidArgumentError) and "destroyed" in str(error), error
 # A rank that does not call, then one that dies.
 group = bootstrap.connect(dist.new_group(everyone), timeout_s=1.0)
 if rank == 3:
