@@ -3,6 +3,7 @@
 A script starts with :data:`PRELUDE`: ``rank``, ``num_ranks``, ``create(**more)`` and ``round_trip(comm, way)``.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -72,15 +73,16 @@ def run(backend, num_ranks, code, python=("-W", "always::ResourceWarning"), time
             try:
                 out, err = process.communicate(timeout=max(0.1, start + timeout_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGABRT)  # its stacks
+                os.killpg(process.pid, signal.SIGABRT)  # its stacks, and those of what it forked
                 _, err = process.communicate(timeout=10)
                 raise AssertionError(f"rank {rank} does not end within {timeout_s} s:\n{err}") from None
             ended.append(Ended(process.returncode, out, err, time.monotonic() - start))
         return ended
     finally:
         for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it forked, too
             if process.poll() is None:
-                process.kill()
                 process.communicate(timeout=10)
 
 
