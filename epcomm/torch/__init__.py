@@ -13,8 +13,9 @@ The backward of a dispatch is a combine and the other way round, so each rank mu
 and through several layers in the same order. Within a layer this holds by itself: under grad mode results always
 require grad, and the calls of one dispatch hang together, so a rank without tokens, without experts, or with inputs
 that need no gradient takes part too. What a rank has to see to is that its loss depends on the layer's output;
-``loss + z[:0].sum()`` makes it so and adds nothing. Where ranks differ all the same, all raise a typed error at their
-next call.
+``loss + z[:0].sum()`` makes it so and adds nothing. (``torch.autograd.grad`` and ``backward(inputs=...)`` run what
+these inputs need: name inputs of the same layers on all ranks.) Where ranks differ all the same, all raise a typed
+error at their next call.
 
 Results that are saved for backward hold their slots of the communicator. When none is free, further results are
 copies; nothing waits. ``copy=True`` never holds one.

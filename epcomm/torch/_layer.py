@@ -70,7 +70,8 @@ class ExpertParallel(nn.Module):
     Notes
     -----
     The gate is the same on all ranks and sees this rank's tokens only: start it from the same values and sum its
-    gradients over the ranks (``torch.distributed.all_reduce``, or DDP). Experts need neither.
+    gradients over the ranks (``torch.distributed.all_reduce``). Experts need neither: tokens of all ranks came to them.
+    Keep experts out of DistributedDataParallel, which would take them for copies of each other.
     """
 
     def __init__(self, comm: Any, hidden: int, inner: int = 0, *, experts: nn.Module | None = None,

@@ -5,6 +5,8 @@ tensor whose storage keeps the handle alive, wherever torch or a compiler carrie
 says nothing; as an input and output of every call it ties them into one chain (see ``README.md``).
 """
 
+import itertools
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,14 +26,13 @@ _BACKWARD = (
 )
 _FORWARD = "; either the ranks call different things, or one of them did not run backward through an earlier layer"
 
+_numbers = itertools.count(1)  # of tickets
 _communicators: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _tickets: "weakref.WeakValueDictionary[int, _Ticket]" = weakref.WeakValueDictionary()
 
 
 class _Ticket(bytearray):
     """The memory of a ticket tensor. It lives as long as the tensor's storage, and the handle with it."""
-
-    last = 0
 
     handle: Any
     counts: list[int] | None
@@ -61,10 +62,10 @@ def ticket_of(tensor: Tensor) -> _Ticket:
 
 
 def _new_ticket(handle: Any) -> tuple[_Ticket, Tensor]:
-    _Ticket.last += 1
-    ticket = _Ticket(_Ticket.last.to_bytes(8, "little"))
+    number = next(_numbers)
+    ticket = _Ticket(number.to_bytes(8, sys.byteorder))
     ticket.handle = handle
-    _tickets[_Ticket.last] = ticket
+    _tickets[number] = ticket
     return ticket, torch.frombuffer(ticket, dtype=torch.int64)
 
 
