@@ -145,7 +145,8 @@ class TrainRank:
         _init_gloo(place, timeout_s)
         self._comm = epcomm.Communicator(
             dist.group.WORLD, num_experts=_moe.NUM_EXPERTS, num_topk=_moe.NUM_TOPK, hidden=_moe.HIDDEN,
-            max_tokens_per_rank=max(BATCH, NUM_TEST), dtype="float32", backend=backend, device="cpu", timeout_s=timeout_s)
+            max_tokens_per_rank=max(BATCH, NUM_TEST), dtype="float32", backend=backend, device="cpu",
+            timeout_s=timeout_s)
         whole, _ = whole_model()
         experts = epcomm.torch.Experts(self._comm.num_local_experts, _moe.HIDDEN, _moe.INNER, F.silu)
         self._moe = SpreadExperts(self._comm, _moe.HIDDEN, experts=experts, layout=layout)
