@@ -256,6 +256,12 @@ class Communicator:
         dict of str to int
             ``control`` (signals, credits, entry records), ``staging``, ``slots`` (``num_slots + 1`` receive
             buffers), ``routing`` (one handle of the largest dispatch) and their sum ``total``.
+
+        Notes
+        -----
+        What a rank adds to the machine. Peers' heaps are mapped here too, so resident set sizes (``VmRSS``,
+        ``ru_maxrss``) count shared pages once per rank that touched them; proportional ones (``Pss``) do not.
+        Results in the caller's own memory are not counted.
         """
         num_ranks = _integer("required_bytes", "num_ranks", num_ranks, 1)
         parameters = _create.parameters(dict(
@@ -313,7 +319,8 @@ class Communicator:
         expert_alignment : int
             Expert layout: each group is padded to a multiple of this with zero rows.
         capacity : int, optional
-            ``x`` of the result has exactly this many rows; what does not fit is counted in ``overflow``.
+            ``x`` of the result has exactly this many rows; what does not fit (in rank layout also what goes beyond
+            ``max_recv_tokens``) is counted in ``overflow``.
         copy : None, True or False
             None: a view of the heap where a slot is free; True: the caller's memory; False: a view or an error.
         num_sms : int, optional

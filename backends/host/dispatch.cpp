@@ -131,8 +131,10 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
     routing->limit.resize(size_t(ranks));
     for (int d = 0; d < ranks; ++d) {
       int64_t limit = routing->total(d);
+      // Capacity drops the last rows, those that have no room here included. In expert layout the
+      // last rows are other ones than the last to travel, so all must have room.
       if (args.capacity >= 0 && args.layout == RowLayout::kRank)
-        limit = std::min(limit, args.capacity);
+        limit = std::min({limit, args.capacity, shape.max_recv_tokens});
       routing->limit[size_t(d)] = limit;
       if (limit > shape.max_recv_tokens) {
         // Known to all from the counts, so all raise it and nothing moves.

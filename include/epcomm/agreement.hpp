@@ -114,10 +114,11 @@ Status agree(int num_ranks, const std::vector<std::string>& dtype_names, RecordO
 
 // More rows than fit at rank `d`: known to all from the counts.
 inline Status too_many_rows(int d, int64_t rows, int64_t max_recv_tokens) {
-  return error(Code::kInvalidArgument, d,
-               "dispatch: rank %d would receive %lld rows, but max_recv_tokens=%lld; raise it or "
-               "pass capacity=",
-               d, (long long)rows, (long long)max_recv_tokens);
+  return error(
+      Code::kInvalidArgument, d,
+      "dispatch: rank %d would receive %lld rows, but max_recv_tokens=%lld; raise it, or pass "
+      "capacity= in rank layout",
+      d, (long long)rows, (long long)max_recv_tokens);
 }
 
 // copy=False with every slot leased.

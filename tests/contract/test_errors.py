@@ -267,6 +267,12 @@ def too_many_rows(context):
         some = comm.dispatch(x, idx, capacity=7)
         dropped = int(some.overflow)
         comm.combine(some.x, some.handle)
+        # A capacity beyond max_recv_tokens drops what has no room; it is no error.
+        more = comm.dispatch(x, idx, capacity=100)
+        assert len(more.x) == 100 and int(more.overflow) == dropped and (more.topk_idx[7:] == -1).all()
+        assert int(more.num_tokens) == (7 if dropped else 0)
+        z = comm.combine(more.x, more.handle).x
+        assert (z[: max(0, 7 - 5 * context.rank)] == 1).all() and (z[max(0, 7 - 5 * context.rank) :] == 0).all()
         return first, dropped
 
 
