@@ -8,6 +8,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,8 +134,11 @@ def test_an_editable_install_sees_the_checkout(sdist, tmp_path):
     folder = tmp_path / "site"
     run(sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index", "--target", folder,
         "-e", sdist, cwd=tmp_path, EPCOMM_BUILD_FLAGS="-O0", PIP_DISABLE_PIP_VERSION_CHECK="1")  # fmt: skip
-    code = "import site, sys; site.addsitedir(sys.argv[1]); import epcomm; print(epcomm.__file__, epcomm.Communicator)"
-    output = run(sys.executable, "-I", "-c", code, folder, cwd=tmp_path)
+    # Without this environment's own .pth files, among which another editable install may be.
+    code = "import site, sys; site.addsitedir(sys.argv[1]); sys.path.append(sys.argv[2]); "
+    code += "import epcomm; print(epcomm.__file__, epcomm.Communicator)"
+    others = Path(np.__file__).parents[1]
+    output = run(sys.executable, "-I", "-S", "-c", code, folder, others, cwd=tmp_path)
     assert output.startswith(str(sdist / "epcomm" / "__init__.py"))
 
 
