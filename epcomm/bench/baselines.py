@@ -1,12 +1,14 @@
 """What a user would do without epcomm: gather rows by destination, all-to-all them, scatter and add them back.
 
 Both cases send what epcomm's layout sends (rank layout: one row per token and destination rank, with its picks and
-weights; expert layout: one row per pick, sorted by expert on arrival), keep their buffers from call to call, and sum in
-float32 with one rounding at the end, as epcomm does.
+weights; expert layout: one row per pick, sorted by expert on arrival), and sum in float32 with one rounding at the end,
+as epcomm does. Their buffers are fresh in each call, as such code is mostly written, or kept from the first call on,
+which saves the page faults; `--baseline-buffers` chooses.
 
 ``mpi4py`` is NumPy around ``Alltoallv``; ``gloo`` is torch around ``all_to_all_single``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,19 @@ from epcomm.bench.workload import DTYPES, Workload
 
 
 class _Buffers:
-    """Arrays that are made at the first call and kept: page faults are not what is compared."""
+    """Arrays for one call each, or made at the first call and kept. ``make(shape, dtype)`` makes one."""
 
-    def __init__(self) -> None:
-        self._kept: dict[str, np.ndarray] = {}
+    def __init__(self, settings: dict[str, Any], make: Callable[[tuple[int, ...], Any], Any]) -> None:
+        self._keep = settings["baseline_buffers"] == "kept"
+        self._make = make
+        self._kept: dict[str, Any] = {}
 
-    def get(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def get(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        if not self._keep:
+            return self._make(shape, dtype)
         kept = self._kept.get(name)
         if kept is None or kept.shape != shape or kept.dtype != dtype:
-            kept = self._kept[name] = np.zeros(shape, dtype)
+            kept = self._kept[name] = self._make(shape, dtype)
         return kept
 
 
@@ -45,7 +51,7 @@ class MpiCase:
         from mpi4py import MPI
 
         self._mpi, self._comm, self._workload = MPI, MPI.COMM_WORLD, workload
-        self._buffers = _Buffers()
+        self._buffers = _Buffers(settings, np.empty)
         self._checked = False
         shape = workload.shape
         self._dtype = DTYPES[shape.dtype]
@@ -126,7 +132,7 @@ class GlooCase:
         self._torch, self._dist, self._workload = torch, dist, workload
         torch.set_num_threads(settings["threads"])
         dist.init_process_group("gloo", rank=workload.rank, world_size=workload.num_ranks)
-        self._buffers: dict[str, Any] = {}
+        self._buffers = _Buffers(settings, lambda shape, dtype: torch.empty(shape, dtype=dtype))
         self._checked = False
         dtype = getattr(torch, workload.shape.dtype)
         self._x = torch.from_numpy(workload.x.view(np.uint8)).view(dtype)
@@ -151,14 +157,8 @@ class GlooCase:
         order, counts = sending_order(self._workload)
         return self._torch.from_numpy(order), counts.tolist()
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        kept = self._buffers.get(name)
-        if kept is None or kept.shape != shape or kept.dtype != dtype:
-            kept = self._buffers[name] = self._torch.zeros(shape, dtype=dtype)
-        return kept
-
     def _exchange(self, name: str, rows: Any, counts: list[int], received: list[int]) -> Any:
-        out = self._buffer(name, (sum(received), rows.shape[1]), rows.dtype)
+        out = self._buffers.get(name, (sum(received), rows.shape[1]), rows.dtype)
         # Bytes: gloo does not know every dtype.
         self._dist.all_to_all_single(out.view(self._torch.uint8), rows.view(self._torch.uint8), received, counts)
         return out
@@ -169,27 +169,27 @@ class GlooCase:
         self._dist.all_to_all_single(received, torch.tensor(counts))
         received = received.tolist()
         token = order if per_token else order // self._workload.shape.topk
-        send = self._buffer("send", (len(order), self._x.shape[1]), self._x.dtype)
+        send = self._buffers.get("send", (len(order), self._x.shape[1]), self._x.dtype)
         rows = self._exchange("rows", torch.index_select(self._x, 0, token, out=send), counts, received)
         told = self._exchange("told", self._told[order], counts, received)
         if per_token:
             return rows, (received, None)
         arrival = torch.argsort(told[:, 0], stable=True)
-        grouped = self._buffer("grouped", rows.shape, rows.dtype)
+        grouped = self._buffers.get("grouped", rows.shape, rows.dtype)
         return torch.index_select(rows, 0, arrival, out=grouped), (received, arrival)
 
     def _combine(self, y: Any, order: Any, counts: list[int], received: list[int], arrival: Any) -> Any:
         torch = self._torch
         if arrival is not None:
-            y = self._buffer("ungrouped", y.shape, y.dtype).index_copy_(0, arrival, y)
+            y = self._buffers.get("ungrouped", y.shape, y.dtype).index_copy_(0, arrival, y)
         rows = self._exchange("back", y, received, counts)
-        wide = self._buffer("wide", rows.shape, torch.float32).copy_(rows)
+        wide = self._buffers.get("wide", rows.shape, torch.float32).copy_(rows)
         token = order
         if arrival is not None:
             wide *= self._weights.reshape(-1, 1)[order]
             token = order // self._workload.shape.topk
-        total = self._buffer("total", self._x.shape, torch.float32).zero_().index_add_(0, token, wide)
-        return self._buffer("out", self._x.shape, self._x.dtype).copy_(total)
+        total = self._buffers.get("total", self._x.shape, torch.float32).zero_().index_add_(0, token, wide)
+        return self._buffers.get("out", self._x.shape, self._x.dtype).copy_(total)
 
     def close(self) -> None:
         self._dist.destroy_process_group()

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = Shape(arguments.mode, arguments.tokens, arguments.hidden, arguments.experts, arguments.topk,
                   arguments.dtype, arguments.layout, arguments.seed)
     settings = {"backend": arguments.backend, "sms": arguments.sms, "threads": arguments.threads,
-                "timeout_s": arguments.timeout_s}
+                "timeout_s": arguments.timeout_s, "baseline_buffers": arguments.baseline_buffers}
     try:
         measured = run.measure(shape, settings, arguments.ranks, arguments.repeat, arguments.baselines)
     except (_launch.RanksFailed, EpcommError) as error:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     if not measured.speaks:
         return 0
-    report = reports.build(shape, measured, arguments.repeat)
+    report = reports.build(shape, measured, arguments.repeat, arguments.baseline_buffers)
     reports.show(report)
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
@@ -69,6 +69,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="counted trials (default 20, decode 200); fewer than 5 give no verdict")
     parser.add_argument("--baselines", type=_baselines, default=["gloo", "mpi4py"], metavar="A,B",
                         help="gloo, mpi4py or none (default both, where installed)")
+    parser.add_argument("--baseline-buffers", choices=("fresh", "kept"), default="fresh",
+                        help="of gloo and mpi4py: made in each call, as such code is mostly written, or once")
     parser.add_argument("--seed", type=int, default=1, help="of the routing (default 1)")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline of each step (default 120)")
     parser.add_argument("--json", metavar="FILE", help="write the report with all samples")

@@ -30,11 +30,12 @@ DEFINITIONS = {
     "share of floor": "floor's median time / this median time",
     "combine": "expert outputs in ordinary memory; every byte they take into the heap is inside the time",
     "combine_buffer": "expert outputs already in the heap, where `combine_buffer()` let the experts write them",
-    "baselines": "same rows and weights, buffers kept, sums in float32, checked against the exact result like epcomm",
+    "baselines": "same rows and weights, sums in float32, checked against the exact result like epcomm; buffers fresh "
+                 "in each call or kept from the first on, as `baseline_buffers` says",
 }
 
 
-def build(shape: Shape, measured: Measured, repeat: int) -> dict[str, Any]:
+def build(shape: Shape, measured: Measured, repeat: int, baseline_buffers: str = "fresh") -> dict[str, Any]:
     """The report as plain values."""
     rows = statistics.mean(told["rows_sent"] for told in measured.described)
     logical = rows * shape.row_bytes
@@ -63,6 +64,7 @@ def build(shape: Shape, measured: Measured, repeat: int) -> dict[str, Any]:
         "backend": measured.described[0]["backend"],
         "calls": "throughput",  # decode too, until there are low-latency calls
         "repeat": repeat,
+        "baseline_buffers": baseline_buffers,
         "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "load_before": measured.load},
         "operations": operations,
         "skipped": measured.skipped,
@@ -111,7 +113,8 @@ def show(report: dict[str, Any]) -> None:
     shape = report["shape"]
     title = (f"{shape['mode']}: {report['num_ranks']} ranks x {shape['tokens']} tokens x {shape['hidden']} "
              f"{shape['dtype']}, top-{shape['topk']} of {shape['experts']}, {shape['layout']} layout, backend "
-             f"{report['backend']}, {report['threads']} thread(s) per rank, {report['repeat']} repeats")
+             f"{report['backend']}, {report['threads']} thread(s) per rank, {report['repeat']} repeats, "
+             f"baselines with {report['baseline_buffers']} buffers")
     rows = []
     for operation, told in report["operations"].items():
         for case, numbers in told["cases"].items():

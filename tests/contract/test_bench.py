@@ -62,16 +62,17 @@ def test_fewer_than_five_repeats_give_no_verdict(capsys):
     assert "of the memory-copy floor," not in out
 
 
-@pytest.mark.parametrize("layout", ["rank", "expert"])
+@pytest.mark.parametrize(("layout", "buffers"), [("rank", "fresh"), ("expert", "fresh"), ("expert", "kept")])
 @pytest.mark.parametrize("baseline", run.BASELINES)
-def test_baselines_give_the_exact_result(tmp_path, capsys, baseline, layout):
+def test_baselines_give_the_exact_result(tmp_path, capsys, baseline, layout, buffers):
     pytest.importorskip({"gloo": "torch", "mpi4py": "mpi4py"}[baseline])
     if baseline == "mpi4py" and _launch.mpirun_command(2) is None:
         pytest.skip("no mpirun")
     file = tmp_path / "report.json"
-    assert cli.main(["--repeat", "2", "--layout", layout, "--baselines", baseline, "--json", str(file), *TINY]) == 0
+    kinds = ["--layout", layout, "--baselines", baseline, "--baseline-buffers", buffers]
+    assert cli.main(["--repeat", "2", *kinds, "--json", str(file), *TINY]) == 0
     told = json.loads(file.read_text())
-    assert told["skipped"] == {}
+    assert told["skipped"] == {} and told["baseline_buffers"] == buffers
     for operation in ("layout", "dispatch", "combine"):
         assert baseline in told["operations"][operation]["cases"]
 
