@@ -1,29 +1,13 @@
 // Combine: a token's owner pulls its rows from the heaps of the ranks that hold them and sums them
 // by the written tree: ranks ascending, from +0.0, in float32, plus bias, rounded once.
 #include "bulk.cuh"
+#include "casts.cuh"
 #include "epcomm/formats.h"
 #include "exchange.cuh"
 
 namespace epcomm::device {
 
-// Row types by number: 0 float32, 1 float16, 2 bfloat16. The casts are hardware's; a test on the
-// device holds them equal to formats.h.
-__device__ inline float half_to_float(uint16_t code) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(code));
-  return value;
-}
-__device__ inline uint16_t float_to_half(float value) {
-  uint16_t code;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(code) : "f"(value));
-  return code;
-}
-__device__ inline uint16_t float_to_bfloat(float value) {
-  uint16_t code;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(code) : "f"(value));
-  return code;
-}
-
+// Row types by number: 0 float32, 1 float16, 2 bfloat16.
 template <int kType>
 struct Row;
 template <>

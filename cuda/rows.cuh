@@ -1,6 +1,7 @@
 // Row formats: how items lie in 16-byte pieces, and what they are as floats.
 #pragma once
 
+#include "casts.cuh"
 #include "epcomm/formats.h"
 #include "epcomm/permute.h"
 #include "memory.cuh"
@@ -17,24 +18,6 @@ __device__ inline Piece16 load16(const void* at) {
 }
 __device__ inline void store16(void* at, const Piece16& value) {
   *static_cast<uint4*>(at) = make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
-}
-
-// Instructions that equal f16_to_f32, f32_to_f16 and f32_to_bf16 for all inputs (tested), but for
-// which NaN they give.
-__device__ inline float half_to_float(uint16_t code) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(code));
-  return value;
-}
-__device__ inline uint16_t float_to_half(float value) {
-  uint16_t code;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(code) : "f"(value));
-  return code;
-}
-__device__ inline uint16_t float_to_bfloat(float value) {
-  uint16_t code;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(code) : "f"(value));
-  return code;
 }
 
 struct Float32 {
