@@ -101,7 +101,7 @@ cdef class Backend:
             check(self.impl.get().alloc_heap(c_size_bytes))
 
     def export_info(self) -> bytes:
-        """Bytes that peers need in order to connect, at most 1 KiB."""
+        """Bytes that peers need in order to connect, some KiB at most."""
         cdef string info
         with nogil:
             check(self.impl.get().export_info(&info))

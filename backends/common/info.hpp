@@ -14,7 +14,7 @@ namespace epcomm::common {
 
 class Info {
  public:
-  static constexpr size_t kMaxBytes = 1024;
+  static constexpr size_t kMaxBytes = 1u << 20;
 
   void set(const char* key, const std::string& value) { values_[key] = value; }
   void set(const char* key, uint64_t value) { values_[key] = std::to_string(value); }

@@ -30,7 +30,7 @@ bool Engine::in_own_heap(const Rows& rows) noexcept {
 }
 
 Status Engine::signal_done(int peer) noexcept {
-  return transport_->signal(peer, 0, done_word(layout_, options_.rank), 1);
+  return transport_->signal(peer, control_channel(), done_word(layout_, options_.rank), 1);
 }
 
 Status Engine::wait_done(const CallContext& context) noexcept {

@@ -148,8 +148,8 @@ Status Engine::announce(const char* operation, const Entry& entry,
     for (int peer = 0; peer < ranks; ++peer) {
       if (peer == me) continue;
       const uint64_t word = credit_word(layout_, options_.shape, me, int(slot));
-      EPCOMM_RETURN_IF_ERROR(
-          transport_->signal(peer, 0, word, slot_epoch_[slot] - credit_sent_[slot]));
+      EPCOMM_RETURN_IF_ERROR(transport_->signal(peer, control_channel(), word,
+                                                slot_epoch_[slot] - credit_sent_[slot]));
     }
     credit_sent_[slot] = slot_epoch_[slot];
   }
@@ -265,7 +265,7 @@ Status Engine::quiet(const char* operation, const CallContext& context, double t
   WaitSpec spec{operation, "quiet", timeout_s, context.interrupted, context.interrupted_arg};
   for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
     if (transport_->peer_ptr(peer, 0)) continue;
-    for (int channel = 0; channel < options_.shape.num_channels; ++channel) {
+    for (int channel = 0; channel <= control_channel(); ++channel) {
       EPCOMM_RETURN_IF_ERROR(transport_->quiet(peer, channel, spec));
     }
   }
@@ -306,7 +306,8 @@ void Engine::leave(PeerState state) noexcept {
   }
   for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
     if (peer != options_.rank)
-      (void)transport_->signal(peer, 0, state_word(layout_, options_.rank), uint64_t(state));
+      (void)transport_->signal(peer, control_channel(), state_word(layout_, options_.rank),
+                               uint64_t(state));
   }
 }
 

@@ -164,6 +164,8 @@ class Engine {
   uint64_t epoch() const noexcept { return epoch_; }
 
  private:
+  // Behind the channels of data: words that must not queue behind rows.
+  int control_channel() const noexcept { return options_.shape.num_channels; }
   friend class Writer;
   struct Entry {  // what a call says in its entry word
     Status status;

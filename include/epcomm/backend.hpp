@@ -54,7 +54,8 @@ struct WaitSpec {
 //
 // Order: what one thread put to a peer on a channel is visible there before a later signal of the
 // same thread, peer and channel. Nothing else orders anything. Different channels may be used by
-// different threads at once; one channel by one thread at a time.
+// different threads at once; one channel by one thread at a time. Channels are numbered from 0;
+// behind those of data comes one for words that must not queue behind data.
 class HostTransport {
  public:
   virtual ~HostTransport() = default;
@@ -107,7 +108,7 @@ class Backend {
   // Make this rank's heap: zeroed, its space reserved. kOutOfMemory says asked, free and remedy.
   virtual Status alloc_heap(uint64_t size_bytes) noexcept = 0;
 
-  // What peers need in order to connect, <= 1 KiB; begins with the backend's name and a version.
+  // What peers need in order to connect, some KiB at most; begins with the backend's name and a version.
   virtual Status export_info(std::string* out) noexcept = 0;
 
   // All ranks' infos in rank order. `state_word` is the heap offset of [rank] PeerState words,

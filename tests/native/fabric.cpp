@@ -228,7 +228,7 @@ Fabric::Fabric(const FabricOptions& options) : options_(options) {
   }
   for (int rank = 0; rank < options.num_ranks; ++rank) {
     for (int peer = 0; peer < options.num_ranks; ++peer) {
-      for (int channel = 0; channel < options.num_channels; ++channel) {
+      for (int channel = 0; channel <= options.num_channels; ++channel) {
         links_.push_back(near(rank, peer)
                              ? nullptr
                              : std::make_unique<Link>(endpoints_[size_t(rank)].get(),
@@ -247,7 +247,7 @@ HostTransport* Fabric::transport(int rank) { return endpoints_[size_t(rank)].get
 void Fabric::kill(int rank) { endpoints_[size_t(rank)]->die(); }
 
 Fabric::Link& Fabric::link(int rank, int peer, int channel) {
-  return *links_[size_t((rank * options_.num_ranks + peer) * options_.num_channels + channel)];
+  return *links_[size_t((rank * options_.num_ranks + peer) * (options_.num_channels + 1) + channel)];
 }
 
 }  // namespace epcomm::testing

@@ -35,7 +35,7 @@ enum class Plant {
 
 struct FabricOptions {
   int num_ranks = 1;
-  int num_channels = 1;
+  int num_channels = 1;  // of data; there is one more for control words
   uint64_t heap_bytes = 0;
   uint64_t state_word = 0;
   Reach reach = Reach::kDirect;
