@@ -3,7 +3,6 @@
 
 import logging
 
-from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport uint64_t
 from libcpp cimport bool as cbool
 from libcpp.memory cimport unique_ptr
@@ -13,10 +12,11 @@ from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
 from epcomm cimport _cpp
-from epcomm._cpp cimport check, check_signals
+from epcomm._backend cimport Backend as BackendBase
+from epcomm._cpp cimport check
 
 from epcomm import config
-from epcomm.errors import InvalidArgumentError, OutOfMemoryError
+from epcomm.errors import InvalidArgumentError
 
 log = logging.getLogger("epcomm")
 
@@ -81,7 +81,7 @@ def missing_pairs(uuids: list[bytes], blocked: list[list[bytes]]) -> list[tuple[
     return c_missing_pairs(c_uuids, c_blocked)
 
 
-cdef class Backend:
+cdef class Backend(BackendBase):
     """One rank's end of the backend: ``alloc_heap``, ``export_info``, ``connect``, use, ``close``.
 
     Parameters
@@ -92,12 +92,12 @@ cdef class Backend:
         kernel without pidfds). Other keys are left to others.
     """
 
-    cdef unique_ptr[NvlinkBackend] impl
+    cdef NvlinkBackend* nvlink  # impl, as what it is
 
     def __init__(self, options: dict | None = None) -> None:
         cdef Options c_options
-        if self.impl.get() != NULL:
-            raise InvalidArgumentError("a Backend is initialised once")
+        cdef unique_ptr[NvlinkBackend] nvlink
+        self.fresh()
         options = options or {}
         device = options.get("device", 0)
         if isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < 65536:
@@ -109,105 +109,38 @@ cdef class Backend:
         c_options.share = <Share><int>_SHARES.index(share)
         c_options.use_pidfd = bool(options.get("use_pidfd", True))
         with nogil:
-            self.impl = move(create(c_options))
-        if self.impl.get() == NULL:
-            raise OutOfMemoryError("no memory for the backend object")
-
-    def __dealloc__(self):
-        with nogil:
-            self.impl.reset()
-
-    @property
-    def name(self) -> str:
-        """The word ``nvlink``."""
-        return self.impl.get().name().decode()
-
-    @property
-    def caps(self) -> int:
-        """Capability bits, ``epcomm::Caps``."""
-        return self.impl.get().caps()
+            nvlink = move(create(c_options))
+        self.nvlink = nvlink.get()
+        self.impl.reset(nvlink.release())
+        self.made()
 
     @property
     def device(self) -> int:
         """Index of the GPU as this process counts."""
-        return self.impl.get().device()
+        return self.nvlink.device()
 
     @property
     def share(self) -> str:
         """How the heap is handed to peers: ``fd``, ``fabric`` or ``ipc``; ``auto`` before ``alloc_heap``."""
-        return _SHARES[<int>self.impl.get().share()]
+        return _SHARES[<int>self.nvlink.share()]
 
     @property
     def same_gpu(self) -> list[int]:
         """Other ranks on the same GPU, known once connected."""
-        return self.impl.get().same_gpu()
+        return self.nvlink.same_gpu()
 
     @property
     def heap_ptr(self) -> int:
         """Device address of the own heap, 0 before ``alloc_heap``."""
-        return self.impl.get().heap()
-
-    def alloc_heap(self, size_bytes: int) -> None:
-        """Make this rank's heap in the GPU's memory, zeroed.
-
-        Raises
-        ------
-        OutOfMemoryError
-            There is no room; the text gives bytes asked, bytes free and the remedy.
-        BackendUnavailableError
-            The GPU cannot be used, or shares no memory with other processes; the text says why.
-        """
-        cdef uint64_t c_size_bytes = size_bytes
-        with nogil:
-            check(self.impl.get().alloc_heap(c_size_bytes))
-
-    def export_info(self) -> bytes:
-        """Bytes that peers need in order to connect, some KiB at most."""
-        cdef string info
-        with nogil:
-            check(self.impl.get().export_info(&info))
-        return info
+        return self.nvlink.heap()
 
     def connect(self, rank: int, infos: list[bytes], state_word: int, timeout_s: float) -> None:
-        """Reach every peer. Collective: all ranks must call.
-
-        Parameters
-        ----------
-        rank : int
-            Own rank.
-        infos : list of bytes
-            ``export_info()`` of all ranks, in rank order.
-        state_word : int
-            Heap offset of the words through which peers say that they left.
-        timeout_s : float
-            Seconds to wait for the peers; also the deadline of waits in kernels that name none.
-
-        Raises
-        ------
-        BackendUnavailableError
-            A peer cannot be reached; the text names it and the reason.
-        CommTimeoutError
-            Peers did not come; the text names them.
-        """
-        cdef int c_rank = rank
-        cdef vector[string] c_infos = infos
-        cdef uint64_t c_state_word = state_word
-        cdef double c_timeout_s = timeout_s
-        with nogil:
-            check(self.impl.get().connect(c_rank, c_infos, c_state_word, c_timeout_s, check_signals, NULL))
+        """As every backend's; says so once if ranks share a GPU."""
+        BackendBase.connect(self, rank, infos, state_word, timeout_s)
         others = self.same_gpu
         if others and rank < min(others):
             ranks = ", ".join(map(str, [rank, *others]))
             log.warning("ranks %s share one GPU: they take turns on it, which is slow", ranks)
-
-    def close(self) -> None:
-        """Let go of the peers, in bounded time; idempotent. The own heap lives as long as this object."""
-        with nogil:
-            check(self.impl.get().close())
-
-    def capsule(self) -> object:
-        """Capsule ``epcomm.Backend`` of the ``epcomm::Backend*``; keep this object while you use it."""
-        return PyCapsule_New(<void*><_cpp.Backend*>self.impl.get(), "epcomm.Backend", NULL)
 
     def device_ctx(self) -> bytes:
         """Bytes of the ``epcomm::device::NvlinkCtx`` that kernels take by value; valid until ``close``."""
@@ -218,7 +151,7 @@ cdef class Backend:
 
     def peer_ptr(self, peer: int, offset: int = 0) -> int:
         """Device address of a byte of a peer's heap in this process, 0 if there is none."""
-        cdef uint64_t heap = self.impl.get().peer_heap(peer)
+        cdef uint64_t heap = self.nvlink.peer_heap(peer)
         return heap + offset if heap else 0
 
     def announce(self, state: int) -> None:

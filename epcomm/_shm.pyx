@@ -1,19 +1,18 @@
 # cython: language_level=3
 """Backend ``shm``: memory of one host, shared by its ranks and driven by host threads."""
 
-from cpython.pycapsule cimport PyCapsule_New
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t
 from libcpp cimport bool as cbool
 from libcpp.memory cimport unique_ptr
 from libcpp.string cimport string
 from libcpp.utility cimport move
-from libcpp.vector cimport vector
 
 from epcomm cimport _cpp
-from epcomm._cpp cimport check, check_signals
+from epcomm._backend cimport Backend as BackendBase
+from epcomm._cpp cimport check
 
 from epcomm import config
-from epcomm.errors import InvalidArgumentError, OutOfMemoryError
+from epcomm.errors import InvalidArgumentError
 
 
 cdef extern from "shm/factory.hpp" namespace "epcomm::shm" nogil:
@@ -38,7 +37,7 @@ def probe() -> None:
         check(c_probe())
 
 
-cdef class Backend:
+cdef class Backend(BackendBase):
     """One rank's end of the backend: ``alloc_heap``, ``export_info``, ``connect``, use, ``close``.
 
     Parameters
@@ -49,12 +48,9 @@ cdef class Backend:
         (``False``: watch peers as on a kernel without pidfds). Other keys are left to others.
     """
 
-    cdef unique_ptr[_cpp.Backend] impl
-
     def __init__(self, options: dict | None = None) -> None:
         cdef Options c_options
-        if self.impl.get() != NULL:
-            raise InvalidArgumentError("a Backend is initialised once")
+        self.fresh()
         options = options or {}
         folder = options.get("shm_dir") or config.get("EPCOMM_SHM_DIR") or ""
         spin_us = options.get("spin_us")
@@ -65,138 +61,4 @@ cdef class Backend:
         c_options.use_pidfd = bool(options.get("use_pidfd", True))
         with nogil:
             self.impl = move(create(c_options))
-        if self.impl.get() == NULL:
-            raise OutOfMemoryError("no memory for the backend object")
-
-    def __dealloc__(self):
-        with nogil:  # unmapping a large heap takes a while
-            self.impl.reset()
-
-    cdef _cpp.HostTransport* transport(self) except NULL:
-        cdef _cpp.HostTransport* transport = self.impl.get().host_transport()
-        if transport == NULL:
-            raise InvalidArgumentError("the backend is not connected")
-        return transport
-
-    @property
-    def name(self) -> str:
-        """The word ``shm``."""
-        return self.impl.get().name().decode()
-
-    @property
-    def caps(self) -> int:
-        """Capability bits, ``epcomm::Caps``."""
-        return self.impl.get().caps()
-
-    def alloc_heap(self, size_bytes: int) -> None:
-        """Make this rank's heap: zeroed, its space reserved.
-
-        Raises
-        ------
-        OutOfMemoryError
-            There is no room; the text gives bytes asked, bytes free and the remedy.
-        """
-        cdef uint64_t c_size_bytes = size_bytes
-        with nogil:
-            check(self.impl.get().alloc_heap(c_size_bytes))
-
-    def export_info(self) -> bytes:
-        """Bytes that peers need in order to connect, some KiB at most."""
-        cdef string info
-        with nogil:
-            check(self.impl.get().export_info(&info))
-        return info
-
-    def connect(self, rank: int, infos: list[bytes], state_word: int, timeout_s: float) -> None:
-        """Reach every peer. Collective: all ranks must call.
-
-        Parameters
-        ----------
-        rank : int
-            Own rank.
-        infos : list of bytes
-            ``export_info()`` of all ranks, in rank order.
-        state_word : int
-            Heap offset of the words through which peers say that they left.
-        timeout_s : float
-            Seconds to wait for the peers.
-
-        Raises
-        ------
-        BackendUnavailableError
-            A peer cannot be reached; the text names it and the reason.
-        CommTimeoutError
-            Peers did not come; the text names them.
-        """
-        cdef int c_rank = rank
-        cdef vector[string] c_infos = infos
-        cdef uint64_t c_state_word = state_word
-        cdef double c_timeout_s = timeout_s
-        with nogil:
-            check(self.impl.get().connect(c_rank, c_infos, c_state_word, c_timeout_s, check_signals, NULL))
-
-    def close(self) -> None:
-        """Let go of the peers, in bounded time; idempotent. The own heap lives as long as this object."""
-        with nogil:
-            check(self.impl.get().close())
-
-    def capsule(self) -> object:
-        """Capsule ``epcomm.Backend`` of the ``epcomm::Backend*``; keep this object while you use it."""
-        return PyCapsule_New(<void*>self.impl.get(), "epcomm.Backend", NULL)
-
-    # The operations of the HostTransport one by one, for tests and tools; the engine calls them in C++.
-
-    def peer_ptr(self, peer: int, offset: int = 0) -> int:
-        """Address of a byte of a peer's heap in this process, 0 if there is none."""
-        return <uintptr_t>self.transport().peer_ptr(peer, offset)
-
-    def put(self, peer: int, dst: int, src: int, size_bytes: int, channel: int = 0) -> None:
-        """Copy from the own heap at ``src`` to the peer's heap at ``dst``."""
-        cdef _cpp.HostTransport* transport = self.transport()
-        cdef int c_peer = peer, c_channel = channel
-        cdef uint64_t c_dst = dst, c_src = src, c_size_bytes = size_bytes
-        with nogil:
-            check(transport.put(c_peer, c_channel, c_dst, c_src, c_size_bytes))
-
-    def signal(self, peer: int, word: int, add: int = 1, channel: int = 0) -> None:
-        """Add to a 64-bit word of the peer's heap."""
-        cdef _cpp.HostTransport* transport = self.transport()
-        cdef int c_peer = peer, c_channel = channel
-        cdef uint64_t c_word = word, c_add = add
-        with nogil:
-            check(transport.signal(c_peer, c_channel, c_word, c_add))
-
-    def wait(self, peer: int, word: int, value: int, timeout_s: float, operation: str = "wait",
-             phase: str = "word") -> None:
-        """Return once the own heap's word, which ``peer`` adds to, is at least ``value``.
-
-        Raises
-        ------
-        CommTimeoutError
-            It is not after ``timeout_s`` seconds.
-        PeerLostError
-            A peer's process ended, or this peer left or gave up.
-        """
-        cdef _cpp.HostTransport* transport = self.transport()
-        cdef int c_peer = peer
-        cdef uint64_t c_word = word, c_value = value
-        cdef _cpp.WaitSpec spec
-        c_operation, c_phase = operation.encode(), phase.encode()
-        spec.operation, spec.phase = c_operation, c_phase
-        spec.timeout_s = timeout_s
-        spec.interrupted, spec.interrupted_arg = check_signals, NULL
-        with nogil:
-            check(transport.wait(c_peer, c_word, c_value, spec))
-
-    def peer_state(self, peer: int) -> int:
-        """0 alive, 1 left, 2 gave up, 3 its process ended."""
-        return <int>self.transport().peer_state(peer)
-
-    def abort(self, text: str = "aborted") -> None:
-        """End every wait of this rank, now and later, with ``PeerLostError(text)``. Any thread."""
-        cdef _cpp.Status why
-        why.code = _cpp.Code.kPeerLost
-        why.text = text.encode()
-        cdef _cpp.HostTransport* transport = self.transport()
-        with nogil:
-            transport.abort(why)
+        self.made()

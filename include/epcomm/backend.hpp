@@ -108,7 +108,8 @@ class Backend {
   // Make this rank's heap: zeroed, its space reserved. kOutOfMemory says asked, free and remedy.
   virtual Status alloc_heap(uint64_t size_bytes) noexcept = 0;
 
-  // What peers need in order to connect, some KiB at most; begins with the backend's name and a version.
+  // What peers need in order to connect, some KiB at most; begins with the backend's name and a
+  // version.
   virtual Status export_info(std::string* out) noexcept = 0;
 
   // All ranks' infos in rank order. `state_word` is the heap offset of [rank] PeerState words,

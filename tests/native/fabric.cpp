@@ -247,7 +247,8 @@ HostTransport* Fabric::transport(int rank) { return endpoints_[size_t(rank)].get
 void Fabric::kill(int rank) { endpoints_[size_t(rank)]->die(); }
 
 Fabric::Link& Fabric::link(int rank, int peer, int channel) {
-  return *links_[size_t((rank * options_.num_ranks + peer) * (options_.num_channels + 1) + channel)];
+  return *links_[size_t((rank * options_.num_ranks + peer) * (options_.num_channels + 1) +
+                        channel)];
 }
 
 }  // namespace epcomm::testing
