@@ -15,6 +15,10 @@
 
 namespace epcomm::common {
 
+namespace rdma {
+struct State;
+}
+
 // One (NIC, port) that this rank uses, as the caller chose it.
 struct RdmaPath {
   std::string device;
@@ -26,9 +30,11 @@ struct RdmaOptions {
   std::shared_ptr<VerbsProvider> provider;
   std::vector<RdmaPath> paths;
   int num_ranks = 0;
+  int rank = -1;         // own; no queue pair is made to it. -1: not known yet
   int num_channels = 0;  // of data; queue pairs are made for one more, the control channel
   uint32_t depth = 256;  // work requests of a send queue, a power of two; lowered to the device's
   uint32_t max_inline = 28;
+  uint32_t max_sge = 1;    // pieces of one write's source
   bool cq_per_qp = false;  // else one per path, as deep as all its send queues together
   bool relaxed_ordering = true;
   int mtu = 0;  // bytes; 0: what both ports have
@@ -44,7 +50,9 @@ struct RdmaQueue {
   int channel = -1;
   int path = -1;
   uint32_t depth = 0;
-  uint32_t max_inline = 0;
+  uint32_t max_inline = 0;  // at least what was asked, or 0 if the device refused
+  uint32_t max_sge = 0;
+  uint32_t max_message = 0;    // bytes of one work request
   uint32_t max_rd_atomic = 0;  // atomics outstanding at a time; 0: none, signals are ordered writes
   uint32_t lkey = 0;           // of the own heap on this path's device
   uint64_t remote_heap = 0;    // address of the peer's heap
@@ -67,9 +75,9 @@ class Rdma {
   // registers a page of the fabric's own, the sink of what atomics return.
   Status register_heap(std::byte* heap, uint64_t bytes) noexcept;
   Status describe(Info* info) const noexcept;
-  // Brings every queue pair to RTS. `mapped` by rank: peers' heaps in this process, for a provider
-  // that needs_mapping(), else empty. `timeout_s` sets the timers of the queue pairs. `wanted` by
-  // rank: false, and for the own rank, no connection is made.
+  // Brings every queue pair to RTS; on failure everything is closed. `mapped` by rank: peers' heaps
+  // in this process, for a provider that needs_mapping(), else empty. `timeout_s` sets the timers
+  // of the queue pairs. `wanted` by rank: false, and for the own rank, no connection is made.
   Status connect(int rank, const std::vector<Info>& infos, const std::vector<bool>& wanted,
                  const std::vector<std::byte*>& mapped, double timeout_s) noexcept;
 
@@ -82,9 +90,13 @@ class Rdma {
   // What was decided, for people: JSON with one row per queue pair (peer, channel, kind, device,
   // port, gid, remote, mtu, qpn, depth, inline) and per path the reasons.
   std::string plan_json() const;
-  // Queue pair by number, -1 if it is none of ours: completions name it.
-  int queue_of(uint32_t qpn) const noexcept;
+  // Queue pair by path and number, -1 if it is none of ours: completions name it. Two devices may
+  // give the same number.
+  int queue_of(int path, uint32_t qpn) const noexcept;
   const RdmaQueue& queue_at(int index) const noexcept;
+  // Seconds after which a queue pair gives up on a peer that answers nothing (nominal; the standard
+  // allows four times that).
+  double retry_seconds() const noexcept;
 
   // Queue pairs to ERROR first, so that nothing of a peer's is written any more; then everything in
   // reverse. Idempotent, bounded.
@@ -93,8 +105,7 @@ class Rdma {
   void forget() noexcept;
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  std::unique_ptr<rdma::State> state_;
 };
 
 }  // namespace epcomm::common
