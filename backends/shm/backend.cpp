@@ -25,7 +25,7 @@ using common::Segment;
 constexpr char kName[] = "shm";
 constexpr int kInfoVersion = 1;
 
-class ShmBackend final : public Backend, public HostTransport {
+class ShmBackend final : public common::PairMember, public HostTransport {
  public:
   explicit ShmBackend(const Options& options) : options_(options) {}
   ~ShmBackend() override;
@@ -42,6 +42,9 @@ class ShmBackend final : public Backend, public HostTransport {
                  void* interrupted_arg) noexcept override;
   HostTransport* host_transport() noexcept override { return connected_ ? this : nullptr; }
   Status close() noexcept override;
+
+  // PairMember
+  Segment* segment() noexcept override { return own_.heap() ? &own_ : nullptr; }
 
   // HostTransport
   std::byte* heap() noexcept override { return own_.heap(); }
@@ -149,7 +152,7 @@ Status ShmBackend::join(int rank, const std::vector<std::string>& infos, uint64_
   std::vector<common::Key> nonces(infos.size());
   std::vector<uint64_t> sealed(infos.size());
   for (int peer = 0; peer < num_ranks; ++peer) {
-    if (peer == rank) continue;
+    if (peer == rank || infos[size_t(peer)] == common::kElsewhere) continue;
     const size_t at = size_t(peer);
     common::Info info;
     uint64_t heap_bytes;
@@ -180,7 +183,7 @@ Status ShmBackend::join(int rank, const std::vector<std::string>& infos, uint64_
   peers_ = std::vector<Segment>(infos.size());
   std::vector<common::Process> processes(infos.size());
   for (int peer = 0; peer < num_ranks; ++peer) {
-    if (peer == rank) continue;
+    if (peer == rank || infos[size_t(peer)] == common::kElsewhere) continue;
     const size_t at = size_t(peer);
     EPCOMM_RETURN_IF_ERROR(Segment::attach(peer, std::move(met[at].fds[0]), own_.heap_bytes(),
                                            nonces[at], sealed[at] != 0, &peers_[at]));
@@ -230,6 +233,9 @@ Status ShmBackend::check_use(int peer) const noexcept {
   if (!connected_) return error(Code::kInvalidArgument, -1, "the backend is not connected");
   if (peer < 0 || size_t(peer) >= peers_.size()) {
     return error(Code::kInvalidArgument, -1, "peer=%d: expected 0 to %zu", peer, peers_.size() - 1);
+  }
+  if (!segment(peer).heap()) {
+    return error(Code::kInvalidArgument, peer, "rank %d is not reached by shared memory", peer);
   }
   return {};
 }
@@ -299,7 +305,7 @@ Status probe() noexcept {
   return {};
 }
 
-std::unique_ptr<Backend> create(const Options& options) noexcept {
+std::unique_ptr<common::PairMember> create(const Options& options) noexcept {
   try {
     return std::make_unique<ShmBackend>(options);
   } catch (const std::bad_alloc&) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "common/pair.hpp"
 #include "epcomm/backend.hpp"
 
 namespace epcomm::shm {
@@ -19,6 +20,6 @@ struct Options {
 Status probe() noexcept;
 
 // Null if there is no memory for it.
-std::unique_ptr<Backend> create(const Options& options) noexcept;
+std::unique_ptr<common::PairMember> create(const Options& options) noexcept;
 
 }  // namespace epcomm::shm
