@@ -104,6 +104,7 @@ def faces():
     patterns = {
         "_host": ["host/*.cpp"],
         "_rows": ["host/rows*.cpp", "host/layout.cpp"],
+        "_measure": ["host/measure.cpp"],
         "_device": ["device/c*.cpp", "device/engine.cpp", "common/driver.cpp"],
         "_device_ops": ["device/ops.cpp", "common/driver.cpp"],
     }

@@ -50,6 +50,7 @@ class Pending:
     def wait(self, timeout_s: float | None = None) -> bool: ...
 
 class HostEngine:
+    backend: Any
     def __init__(
         self,
         backend: Any,

@@ -422,7 +422,7 @@ cdef class HostEngine:
 
     cdef Engine* engine
     cdef AsyncRunner* runner
-    cdef object backend
+    cdef readonly object backend
     cdef pid_t pid
     cdef readonly str isa
 
