@@ -25,6 +25,7 @@ OPTIMISE = {"": ["-O2"], "thread": ["-O1"], "address,undefined": ["-O1", "-fno-s
 
 HOST = ["backends/host/*.cpp"]
 SHM = ["backends/shm/*.cpp", "backends/common/*.cpp"]
+RDMA = ["backends/common/rdma/*.cpp", "backends/common/info.cpp"]
 RANKS = ["tests/native/fabric.cpp", "tests/native/scenario.cpp", "tests/native/rank_runner.cpp"]
 # Program: what it is linked from beside its own source.
 PROGRAMS = {
@@ -33,6 +34,7 @@ PROGRAMS = {
     "engine_test": HOST + SHM + RANKS,
     "faults_test": HOST + RANKS,
     "shm_test": SHM,
+    "rdma_test": RDMA,
 }
 
 

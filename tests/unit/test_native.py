@@ -1,6 +1,8 @@
 """Builds and runs the native programs, plain and under each sanitizer that this machine has."""
 
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 from helpers.native import build, check, run
@@ -17,6 +19,15 @@ def sanitize(request):
     if reason:
         pytest.skip(reason)
     return request.param
+
+
+def needs_verbs_headers():
+    """Skip where setup.py too skips what is built on verbs."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text("#include <infiniband/verbs.h>\n")
+        if subprocess.run([*build.compiler(), "-fsyntax-only", str(source)], capture_output=True).returncode:
+            pytest.skip("no <infiniband/verbs.h> (libibverbs-dev)")
 
 
 def test_heap(sanitize):
@@ -49,6 +60,12 @@ def test_faults(sanitize):
 
 def test_shm(sanitize):
     check("shm_test", sanitize)
+
+
+def test_rdma(sanitize):
+    """Queue pairs over scripted verbs; needs libibverbs' headers, not the library."""
+    needs_verbs_headers()
+    check("rdma_test", sanitize)
 
 
 @pytest.mark.parametrize(("over", "plant"), [("far", "overtake"), ("far", "no-quiet"), ("mixed", "overtake")])
