@@ -1,4 +1,4 @@
-"""``python -m epcomm``: what is here (``info``) and how fast it is (``bench``)."""
+"""``python -m epcomm``: what is here (``info``), how fast it is (``bench``), which path is faster (``ab``)."""
 
 import argparse
 import sys
@@ -17,7 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     info.add_argument("--json", action="store_true", help="one JSON object on standard output")
     # Its options live with it: `info` must not pay for what `bench` imports.
     commands.add_parser("bench", help="measure layout, dispatch and combine on this machine", add_help=False)
+    commands.add_parser("ab", help="compare two control paths with everything else equal", add_help=False)
     arguments, rest = parser.parse_known_args(argv)
+    if arguments.command == "ab":
+        from epcomm.ab.cli import main as ab
+
+        return ab(rest)
     if arguments.command == "bench":
         from epcomm.bench.cli import main as bench
 

@@ -14,12 +14,16 @@ class Backend(NamedTuple):
     headers: tuple[str, ...] = ()  # looked for by setup.py; a missing one skips the backend
     libraries: tuple[str, ...] = ()
     needs_cuda: bool = False
+    rdma: bool = False  # its messages go through a NIC, or through the software HCA
 
 
 BACKENDS = (
     Backend("nvlink", "memory of GPUs of one host, driven by their kernels over NVLink or PCIe", needs_cuda=True),
     Backend("shm", "shared memory of one host, driven by host threads"),
 )
+
+# What `ab` compares unless it is told otherwise.
+CONTROL_PATHS = ("ibrc", "ibgda")
 
 # Words for the bits of epcomm::Caps in include/epcomm/backend.hpp, the lowest first.
 CAPABILITIES = (

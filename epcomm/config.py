@@ -6,7 +6,8 @@ from these rows and ``python -m epcomm info`` prints them.
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from epcomm.errors import InvalidArgumentError
@@ -114,6 +115,21 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> Any:
 def is_set(name: str, environ: Mapping[str, str] | None = None) -> bool:
     """Whether a variable has a value of its own, good or bad."""
     return bool((os.environ if environ is None else environ).get(_BY_NAME[name].name, "").strip())
+
+
+@contextmanager
+def changed(changes: Mapping[str, str]) -> Iterator[None]:
+    """Variables of this process with other values while the block runs; communicators read them when made."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def in_effect(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
