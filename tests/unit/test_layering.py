@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINES = {"host", "device"}  # folders of backends/ that are engines; the others lie below them
 # What ranks say to each other, where it lies and what is done with it; all other headers know bytes only.
 ENGINE_HEADERS = {"heap.h", "entry.h", "agreement.hpp", "engine.h", "layout.h", "permute.h", "cast.h"}
+ON_NICS = {"ibrc", "ibgda"}  # they may ask for the software HCA
 BACKEND_WORDS = {"shm", "nvlink", "ibrc", "ibgda"}
 MOE_WORDS = {"token", "tokens", "expert", "experts", "combine", "combines", "combined", "dispatch", "dispatches",
              "dispatched", "topk", "moe"}  # fmt: skip
@@ -67,6 +68,7 @@ def check_includes(root):
         parts = path.relative_to(root).parts
         own = parts[1] if parts[0] == "backends" else None
         allowed = {"epcomm"} if own is None else {"epcomm", own} | (set() if own == "host" else {"common"})
+        allowed |= {"softhca"} if own in ON_NICS else set()
         for number, line in lines_of(path):
             match = re.match(r'\s*#\s*include\s*["<]([^">]+)[">]', line)
             if not match:
@@ -237,6 +239,8 @@ def test_the_small_tree_keeps_the_rules(tree):
     (check_includes, "backends/shm/backend.cpp", '#include "epcomm/entry.h"\n'),
     (check_includes, "backends/host/engine.cpp", '#include "common/wait.hpp"\n'),
     (check_includes, "backends/ibrc/backend.cpp", '  #  include "shm/factory.hpp"\n'),
+    (check_includes, "backends/shm/backend.cpp", '#include "softhca/provider.hpp"\n'),
+    (check_includes, "backends/softhca/port.cpp", '#include "ibrc/factory.hpp"\n'),
     (check_includes, "backends/host/engine.cpp", "#include <Python.h>\n"),
     (check_pyx, "epcomm/_shm.pyx", 'cdef extern from "host/engine.hpp" nogil:\n'),
     (check_pyx, "epcomm/_shm.pyx", 'cdef extern from "common/wait.hpp" namespace "x" nogil:\n'),

@@ -68,6 +68,10 @@ def test_rdma(sanitize):
     check("rdma_test", sanitize)
 
 
+def test_softhca(sanitize):
+    check("softhca_test", sanitize)
+
+
 @pytest.mark.parametrize(("over", "plant"), [("far", "overtake"), ("far", "no-quiet"), ("mixed", "overtake")])
 def test_a_planted_mistake_of_the_transport_is_found(over, plant):
     """The oracle sees rows that came late or from memory that was reused."""

@@ -71,6 +71,8 @@ class VerbsProvider {
   virtual Status queue_view(ibv_qp*, QueueView*) noexcept {
     return error(Code::kUnsupported, -1, "queue_view: not on provider %s", name());
   }
+  // What the provider knows about the failure of a queue pair beyond its completion; often nothing.
+  virtual std::string explain(ibv_qp*) noexcept { return {}; }
 };
 
 // libibverbs, found at run time. kUnavailable with the reason if it is not to be had.

@@ -1,0 +1,56 @@
+// The memory policy of CPU threads for mlx5_queue.h.
+#pragma once
+
+#include <cstdint>
+
+#include "epcomm/mlx5_queue.h"
+
+namespace epcomm::mlx5 {
+
+struct HostMemory {
+  static uint64_t load(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+  static uint64_t acquire(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+  static void store(uint64_t* word, uint64_t value) {
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+  }
+  static uint64_t add(uint64_t* word, uint64_t value) {
+    return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+  }
+  static bool exchange(uint32_t* word, uint32_t old, uint32_t value) {
+    return __atomic_compare_exchange_n(word, &old, value, false, __ATOMIC_ACQ_REL,
+                                       __ATOMIC_RELAXED);
+  }
+  static void set_segment(Segment* to, const Segment& segment) { *to = segment; }
+  // Rows may have been written by streaming stores, which only a fence orders.
+  static void fence() {
+#if defined(__x86_64__)
+    __builtin_ia32_sfence();
+#elif defined(__aarch64__)
+    asm volatile("dmb oshst" ::: "memory");
+#else
+    __sync_synchronize();
+#endif
+  }
+  static void set_record(uint32_t* record, uint32_t value) {
+    __atomic_store_n(record, value, __ATOMIC_RELEASE);
+  }
+  static void tell(uint32_t* record, uint32_t count, uint64_t* doorbell, uint64_t value) {
+    __atomic_store_n(record, count, __ATOMIC_RELEASE);
+#if defined(__aarch64__)
+    fence();  // a register is another domain than the memory of the record
+#endif
+    __atomic_store_n(doorbell, value, __ATOMIC_RELEASE);
+    fence();  // registers may be mapped write-combining: the store leaves now
+  }
+  static uint64_t take(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+  static uint32_t peek(const uint32_t* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+};
+
+}  // namespace epcomm::mlx5
