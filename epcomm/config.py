@@ -48,6 +48,15 @@ def _choice(*allowed: str) -> Callable[[str, Any], str]:
     return parse
 
 
+def _number_of(*allowed: int) -> Callable[[str, Any], int]:
+    def parse(name: str, value: Any) -> int:
+        if str(value) not in {str(number) for number in allowed}:
+            raise InvalidArgumentError(f"{name}={value!r}: expected one of {', '.join(map(str, allowed))}")
+        return int(value)
+
+    return parse
+
+
 def _text(name: str, value: Any) -> str:
     return str(value)
 
@@ -72,6 +81,24 @@ VARIABLES = (
     Variable("EPCOMM_HOST_ISA", _choice("avx512", "avx2", "plain"), None, "instruction set of the host loops"),
     Variable("EPCOMM_SHM_DIR", _text, None, "folder for shared segments where memfd is not wanted, such as /dev/shm"),
     Variable("EPCOMM_CACHE_DIR", _text, "~/.cache/epcomm", "folder of compiled kernels; nobody else may enter it"),
+    Variable("EPCOMM_IB_PROVIDER", _choice("auto", "mlx5", "verbs", "soft"), "auto",
+             "who drives RDMA: real devices (`mlx5`: only those) or the software HCA, which `auto` never takes"),
+    Variable("EPCOMM_IB_HCA", _text, None,
+             "RDMA devices, as NCCL_IB_HCA: a list `name[:port],...`, prefixes; `=` first: whole names, `^`: all but"),
+    Variable("EPCOMM_IB_MAP", _text, None,
+             "devices by rank of the host, instead of the nearest: `0=mlx5_0,mlx5_1; 1-3=mlx5_2:1; *=mlx5_3`"),
+    Variable("EPCOMM_IB_GID_INDEX", _integer(0, 255), None, "index of the GID; default by type and address"),
+    Variable("EPCOMM_IB_ROCE_VERSION", _number_of(1, 2), None, "type of GID wanted on Ethernet; default 2, else 1"),
+    Variable("EPCOMM_IB_ADDR_FAMILY", _choice("ipv4", "ipv6"), None,
+             "family of GID wanted on Ethernet; default `ipv4`, else `ipv6`"),
+    Variable("EPCOMM_IB_MTU", _number_of(256, 512, 1024, 2048, 4096), None,
+             "path MTU; default the smaller one of both ports"),
+    Variable("EPCOMM_IB_DEPTH", _number_of(*(1 << power for power in range(4, 16))), 256,
+             "work requests that a queue pair holds; lowered to what the device has"),
+    Variable("EPCOMM_IB_TC", _integer(0, 255), 0, "traffic class of RoCE packets (DSCP times 4) and GRHs"),
+    Variable("EPCOMM_IB_SL", _integer(0, 15), 0, "service level of InfiniBand packets, priority of RoCE"),
+    Variable("EPCOMM_IB_RELAXED_ORDERING", _number_of(0, 1), 1,
+             "whether rows may overtake each other on PCIe; signals never do"),
     Variable("EPCOMM_NVLINK_SHARE", _choice("auto", "fd", "fabric", "ipc"), "auto",
              "how ranks hand each other GPU memory: file descriptors, fabric handles or legacy CUDA IPC"),
     Variable("EPCOMM_LOG", _choice("debug", "info", "warning", "error"), "warning", "level of the `epcomm` logger"),
