@@ -1,12 +1,12 @@
 #include "common/liveness.hpp"
 
-#include <signal.h>
 #include <sys/eventfd.h>
 
 #include <cerrno>
 
 #include "common/clock.hpp"
 #include "common/errors.hpp"
+#include "common/native_thread.hpp"
 
 namespace epcomm::common {
 namespace {
@@ -19,6 +19,7 @@ Status Liveness::start(std::vector<Process> processes, void (*notify)(void*), vo
   processes_ = std::move(processes);
   died_ns_ = std::make_unique<std::atomic<int64_t>[]>(processes_.size());
   for (size_t rank = 0; rank < processes_.size(); ++rank) died_ns_[rank] = 0;
+  why_lost_.resize(processes_.size());
   notify_ = notify;
   notify_arg_ = arg;
   bool watched = false;
@@ -28,14 +29,7 @@ Status Liveness::start(std::vector<Process> processes, void (*notify)(void*), vo
 
   stop_event_.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!stop_event_) return system_error(-1, errno, "eventfd");
-  // Signals belong to the program's own threads (Python's handlers run in its main thread); faults
-  // stay deliverable.
-  sigset_t all, old;
-  sigfillset(&all);
-  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
-  const int why = pthread_create(&thread_, nullptr, &Liveness::run, this);
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  const int why = start_native_thread(&thread_, &Liveness::run, this);
   if (why != 0) return system_error(-1, why, "starting the thread that watches peers");
   running_ = true;
   return {};
@@ -49,6 +43,31 @@ void Liveness::note_death(size_t rank) noexcept {
   int64_t alive = 0;
   if (!died_ns_[rank].compare_exchange_strong(alive, now_ns(), std::memory_order_acq_rel)) return;
   any_dead_.store(true, std::memory_order_release);
+}
+
+std::string Liveness::why_lost(int rank) noexcept {
+  std::string why;
+  guarded([&] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    why = why_lost_[size_t(rank)];
+    if (why.empty()) why = "its process (pid " + std::to_string(pid(rank)) + ") ended";
+    return Status{};
+  });
+  return why;
+}
+
+void Liveness::note_lost(int rank, const std::string& why) noexcept {
+  if (rank < 0 || size_t(rank) >= processes_.size() || died_ns(rank) != 0) return;
+  const Process& process = processes_[size_t(rank)];
+  if (process.pid == 0 || !process_ended(process)) {
+    guarded([&] {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (died_ns(rank) == 0 && why_lost_[size_t(rank)].empty()) why_lost_[size_t(rank)] = why;
+      return Status{};
+    });
+  }
+  note_death(size_t(rank));
+  if (notify_) notify_(notify_arg_);
 }
 
 void Liveness::scan() noexcept {

@@ -1,4 +1,5 @@
-// One native thread that watches the processes of all peers. It never takes the GIL.
+// Which peers are lost, and why: one native thread watches the processes that can be seen from here
+// (it never takes the GIL); others report what they learned in other ways.
 #pragma once
 
 #include <poll.h>
@@ -6,6 +7,8 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <vector>
 
 #include "common/process.hpp"
@@ -26,9 +29,14 @@ class Liveness {
 
   // Any thread.
   bool any_dead() const noexcept { return any_dead_.load(std::memory_order_acquire); }
-  // When the death of a peer's process was noticed (CLOCK_MONOTONIC, ns); 0 while it runs.
+  // When a peer's death or loss was noticed (CLOCK_MONOTONIC, ns); 0 while all is well with it.
   int64_t died_ns(int rank) const noexcept;
   pid_t pid(int rank) const noexcept { return processes_[size_t(rank)].pid; }
+  // "its process (pid N) ended", or what note_lost() was told.
+  std::string why_lost(int rank) noexcept;
+  // A peer cannot be reached any more; `why` ends a sentence. The first reason stays, and that its
+  // process ended, if that can be seen, is a better one.
+  void note_lost(int rank, const std::string& why) noexcept;
   // Looks at every process now, in the caller's thread: what another rank has seen is seen here.
   void scan() noexcept;
 
@@ -45,6 +53,8 @@ class Liveness {
   std::vector<Process> processes_;
   std::vector<pollfd> entries_;  // of the thread
   std::unique_ptr<std::atomic<int64_t>[]> died_ns_;
+  std::mutex mutex_;  // of why_lost_
+  std::vector<std::string> why_lost_;
   std::atomic<bool> any_dead_{false};
   void (*notify_)(void*) = nullptr;
   void* notify_arg_ = nullptr;

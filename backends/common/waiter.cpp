@@ -101,10 +101,10 @@ Status Waiter::loss(const Pending& pending) noexcept {
   if (pending.ready()) return {};
 
   const int culprit = lost >= 0 && state != PeerState::kLeft ? lost : peer;
-  char reason[128];
+  char reason[512];
   if (lost >= 0 && state != PeerState::kLeft) {
-    std::snprintf(reason, sizeof reason, "rank %d is lost: its process (pid %d) ended", lost,
-                  int(setup_.liveness->pid(lost)));
+    std::snprintf(reason, sizeof reason, "rank %d is lost: %s", lost,
+                  setup_.liveness->why_lost(lost).c_str());
   } else if (state == PeerState::kLeft) {
     std::snprintf(reason, sizeof reason, "rank %d left: it closed its communicator", peer);
   } else {
