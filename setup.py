@@ -95,7 +95,8 @@ def backend_extensions():
             print(f"{reason}: skipped")
             continue
         print(f"epcomm: backend {backend.name}: built")
-        built.append(extension(f"_{backend.name}", [f"{backend.name}/*.cpp", "common/*.cpp"], backend.libraries))
+        patterns = [f"{backend.name}/*.cpp", "common/*.cpp", *backend.sources]
+        built.append(extension(f"_{backend.name}", patterns, backend.libraries))
     return built
 
 

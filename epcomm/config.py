@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from epcomm.errors import InvalidArgumentError
 
 MAX_RANKS = 65536
+MAX_CPUS = 1024  # of a cpu_set_t
 
 
 def seconds(name: str, value: Any) -> float:
@@ -61,6 +62,19 @@ def _text(name: str, value: Any) -> str:
     return str(value)
 
 
+def _cpus(name: str, value: Any) -> list[int]:
+    """CPU numbers from ``0-3,8``."""
+    found: list[int] = []
+    for part in str(value).split(","):
+        first, dash, last = part.strip().partition("-")
+        numbers = [first, last] if dash else [first]
+        good = all(number.isdecimal() and int(number) < MAX_CPUS for number in numbers)
+        if not good or int(numbers[-1]) < int(first):
+            raise InvalidArgumentError(f"{name}={value!r}: expected CPU numbers such as 0-3,8, each below {MAX_CPUS}")
+        found += range(int(first), int(numbers[-1]) + 1)
+    return found
+
+
 class Variable(NamedTuple):
     """One environment variable."""
 
@@ -101,6 +115,8 @@ VARIABLES = (
              "whether rows may overtake each other on PCIe; signals never do"),
     Variable("EPCOMM_NVLINK_SHARE", _choice("auto", "fd", "fabric", "ipc"), "auto",
              "how ranks hand each other GPU memory: file descriptors, fabric handles or legacy CUDA IPC"),
+    Variable("EPCOMM_IBRC_THREADS", _integer(1, 256), None, "proxy threads of a rank; default one per NIC port"),
+    Variable("EPCOMM_IBRC_CPUS", _cpus, None, "CPUs on which the proxy threads run, in turn, such as `0-3,8`"),
     Variable("EPCOMM_LOG", _choice("debug", "info", "warning", "error"), "warning", "level of the `epcomm` logger"),
 )
 # Set by launchers, not by users: they say which rank this is and where rank 0 can be met.

@@ -1,0 +1,282 @@
+#include "ibrc/send_queue.hpp"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+
+#include "common/clock.hpp"
+#include "common/errors.hpp"
+
+namespace epcomm::ibrc {
+namespace {
+
+bool has_put(const Command& command) noexcept {
+  return (command.op & kCommandPut) != 0 && command.bytes > 0;
+}
+bool has_signal(const Command& command) noexcept { return (command.op & kCommandSignal) != 0; }
+static_assert(kCommandPutSignal == (kCommandPut | kCommandSignal));
+
+}  // namespace
+
+std::string command_text(const Command& command) {
+  char text[160];
+  int at = 0;
+  if (command.op & kCommandPut) {
+    at = std::snprintf(text, sizeof text, "put of %" PRIu32 " bytes to offset %" PRIu64,
+                       command.bytes, command.dst);
+  }
+  if (has_signal(command)) {
+    std::snprintf(text + at, sizeof text - size_t(at), "%ssignal to word %" PRIu64,
+                  at > 0 ? " and " : "", command.word);
+  }
+  return text;
+}
+
+SendQueue::SendQueue(const Setup& setup) : setup_(setup), atomics_upto_(setup.rdma->depth) {}
+
+void SendQueue::push(int32_t place) noexcept {
+  if (failed_) {
+    channel().finish(place);
+    return;
+  }
+  if (last_ >= 0) channel().at(last_).next = place;
+  last_ = place;
+  if (first_ < 0) first_ = place;
+  if (next_ < 0) next_ = place;
+}
+
+uint32_t SendQueue::free_credits() const noexcept {
+  const CompletionQueue& cq = *setup_.completions;
+  return std::min(setup_.rdma->depth - outstanding(), cq.capacity - cq.outstanding);
+}
+
+bool SendQueue::merges(const Command& command) const noexcept {
+  const Batch& batch = *setup_.batch;
+  if (!batch.tail_is_put || !has_put(command)) return false;
+  const ibv_sge& piece = batch.pieces[batch.count - 1];
+  const ibv_send_wr& request = batch.requests[batch.count - 1];
+  return piece.addr + piece.length == setup_.heap + command.src &&
+         request.wr.rdma.remote_addr + piece.length == setup_.rdma->remote_heap + command.dst &&
+         uint64_t(piece.length) + command.bytes <= setup_.rdma->max_message;
+}
+
+// A command goes whole or not yet.
+bool SendQueue::fits(const Command& command) const noexcept {
+  const Batch& batch = *setup_.batch;
+  const uint32_t needed = (has_put(command) && !merges(command)) + has_signal(command);
+  if (batch.count + needed > std::min(Batch::kMax, free_credits())) return false;
+  if (!has_signal(command) || !atomics()) return true;
+  const uint64_t under_way = atomics_posted_ + batch.atomics - atomics_completed_;
+  return under_way < setup_.rdma->max_rd_atomic;
+}
+
+ibv_send_wr& SendQueue::add_request() noexcept {
+  Batch& batch = *setup_.batch;
+  const uint32_t at = batch.count++;
+  ibv_send_wr& request = batch.requests[at];
+  request = ibv_send_wr{};
+  request.wr_id = uint64_t(setup_.number) << 32 | uint32_t(posted_ + at);
+  request.sg_list = &batch.pieces[at];
+  request.num_sge = 1;
+  if (at > 0) batch.requests[at - 1].next = &request;
+  ++unasked_;
+  return request;
+}
+
+void SendQueue::add_put(const Command& command) noexcept {
+  Batch& batch = *setup_.batch;
+  ProxyStats::add(setup_.stats->bytes, command.bytes);
+  if (merges(command)) {
+    batch.pieces[batch.count - 1].length += command.bytes;
+    ProxyStats::add(setup_.stats->merged, 1);
+    return;
+  }
+  ibv_send_wr& request = add_request();
+  *request.sg_list = {setup_.heap + command.src, command.bytes, setup_.rdma->lkey};
+  request.opcode = IBV_WR_RDMA_WRITE;
+  request.wr.rdma.remote_addr = setup_.rdma->remote_heap + command.dst;
+  request.wr.rdma.rkey = setup_.rdma->data_rkey;
+  batch.tail_is_put = true;
+}
+
+void SendQueue::add_signal(const Command& command) noexcept {
+  Batch& batch = *setup_.batch;
+  ibv_send_wr& request = add_request();
+  const uint64_t remote = setup_.rdma->remote_heap + command.word;
+  batch.tail_is_put = false;
+  if (atomics()) {
+    *request.sg_list = {setup_.sink, 8, setup_.sink_lkey};
+    request.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+    request.wr.atomic.remote_addr = remote;
+    request.wr.atomic.compare_add = command.add;
+    request.wr.atomic.rkey = setup_.rdma->signal_rkey;
+    ++batch.atomics;
+    ++unasked_atomics_;
+    return;
+  }
+  uint64_t& value = batch.values[batch.count - 1];
+  value = shadow_[command.word] += command.add;
+  *request.sg_list = {reinterpret_cast<uint64_t>(&value), 8, 0};
+  request.opcode = IBV_WR_RDMA_WRITE;
+  request.send_flags = IBV_SEND_INLINE;  // copied by the post
+  request.wr.rdma.remote_addr = remote;
+  request.wr.rdma.rkey = setup_.rdma->signal_rkey;
+}
+
+void SendQueue::build() noexcept {
+  Batch& batch = *setup_.batch;
+  batch.count = batch.atomics = 0;
+  batch.tail_is_put = false;
+  const uint32_t ask_every = std::max(1u, setup_.rdma->depth / 2);
+  const uint32_t ask_every_atomics = std::max(1u, setup_.rdma->max_rd_atomic / 2);
+  while (next_ >= 0) {
+    Taken& taken = channel().at(next_);
+    if (!fits(taken.command)) break;
+    const uint32_t before = batch.count, atomics_before = batch.atomics;
+    if (has_put(taken.command)) add_put(taken.command);
+    if (has_signal(taken.command)) add_signal(taken.command);
+    for (uint32_t i = before; i < batch.count; ++i) {
+      atomics_upto_[(posted_ + i) % atomics_upto_.size()] =
+          atomics_posted_ + (i + 1 == batch.count ? batch.atomics : atomics_before);
+    }
+    taken.end = posted_ + batch.count;
+    if (batch.count > 0 && (unasked_ >= ask_every || unasked_atomics_ >= ask_every_atomics)) {
+      batch.requests[batch.count - 1].send_flags |= IBV_SEND_SIGNALED;
+      unasked_ = unasked_atomics_ = 0;
+    }
+    next_ = next_ == last_ ? -1 : taken.next;
+  }
+}
+
+Status SendQueue::post(bool* moved) noexcept {
+  if (!waiting()) return {};
+  const int32_t before = next_;
+  build();
+  if (next_ == before) {
+    ProxyStats::add(setup_.stats->stalls, 1);
+    return {};
+  }
+  *moved = true;
+  if (setup_.batch->count > 0) EPCOMM_RETURN_IF_ERROR(send());
+  retire();  // commands that move nothing
+  return {};
+}
+
+Status SendQueue::probe(int64_t idle_since, bool* moved) noexcept {
+  if (failed_ || outstanding() > 0 || waiting() || last_post_ns_ > idle_since) return {};
+  if (free_credits() == 0) return {};
+  Batch& batch = *setup_.batch;
+  batch.count = batch.atomics = 0;
+  ibv_send_wr& request = add_request();
+  request.num_sge = 0;
+  request.opcode = IBV_WR_RDMA_WRITE;
+  request.wr.rdma.remote_addr = setup_.rdma->remote_heap;
+  request.wr.rdma.rkey = setup_.rdma->data_rkey;
+  atomics_upto_[posted_ % atomics_upto_.size()] = atomics_posted_;
+  ProxyStats::add(setup_.stats->probes, 1);
+  *moved = true;
+  return send();
+}
+
+Status SendQueue::send() noexcept {
+  Batch& batch = *setup_.batch;
+  batch.requests[batch.count - 1].send_flags |= IBV_SEND_SIGNALED;
+  unasked_ = unasked_atomics_ = 0;
+  ibv_send_wr* bad = nullptr;
+  const int why = ibv_post_send(setup_.rdma->qp, batch.requests, &bad);
+  uint32_t sent = batch.count;
+  if (why != 0) {
+    sent = bad ? uint32_t(bad - batch.requests) : 0;
+    if (sent > batch.count) sent = 0;
+  }
+  posted_ += sent;
+  atomics_posted_ += batch.atomics;
+  setup_.completions->outstanding += sent;
+  last_post_ns_ = common::now_ns();
+  ProxyStats::add(setup_.stats->posts, 1);
+  ProxyStats::add(setup_.stats->requests, sent);
+  if (why == 0) return {};
+  return common::guarded([&] {
+    return error(Code::kPeerLost, setup_.rdma->peer,
+                 "ibv_post_send took %u of %u work requests with %u of %u under way: %s", sent,
+                 batch.count, outstanding() - sent, setup_.rdma->depth,
+                 common::errno_text(why).c_str());
+  });
+}
+
+// Credits of all work requests below `end` come back.
+void SendQueue::settle(uint64_t end) noexcept {
+  if (end <= completed_ || end > posted_) return;
+  setup_.completions->outstanding -= uint32_t(end - completed_);
+  completed_ = end;
+  atomics_completed_ = atomics_upto_[(end - 1) % atomics_upto_.size()];
+}
+
+// Commands under way whose work requests are all done are finished.
+void SendQueue::retire() noexcept {
+  while (first_ >= 0 && first_ != next_ && channel().at(first_).end <= completed_) {
+    const int32_t place = first_;
+    first_ = place == last_ ? -1 : channel().at(place).next;
+    if (first_ < 0) last_ = -1;
+    channel().finish(place);
+  }
+}
+
+void SendQueue::complete(uint64_t wr_id) noexcept {
+  const uint64_t request = completed_ + uint32_t(uint32_t(wr_id) - uint32_t(completed_));
+  settle(request + 1);
+  if (!failed_) retire();
+}
+
+std::string SendQueue::describe(uint64_t request) noexcept {
+  for (int32_t at = first_; at >= 0 && at != next_; at = channel().at(at).next) {
+    if (channel().at(at).end > request) return command_text(channel().at(at).command);
+  }
+  return "empty write that asks whether it is there";
+}
+
+std::string SendQueue::fail(const ibv_wc* completion, const char* why) noexcept {
+  std::string text;
+  if (completion) {
+    const uint64_t request =
+        completed_ + uint32_t(uint32_t(completion->wr_id) - uint32_t(completed_));
+    if (!failed_) {
+      // What lies before it was carried out: a bad completion comes in order.
+      settle(request);
+      retire();
+    }
+    common::guarded([&] {
+      if (failed_) return Status{};
+      const common::RdmaQueue& rdma = *setup_.rdma;
+      char head[256];
+      std::snprintf(head, sizeof head,
+                    "queue pair %" PRIu32 " of channel %d to queue pair %" PRIu32
+                    " ended with %s (status %d, vendor code 0x%" PRIx32 ") at a ",
+                    rdma.qp->qp_num, rdma.channel, rdma.remote_qpn, why, int(completion->status),
+                    completion->vendor_err);
+      text = head + describe(request);
+      return Status{};
+    });
+    settle(request + 1);
+  } else if (!failed_) {
+    common::guarded([&] {
+      char head[96];
+      std::snprintf(head, sizeof head,
+                    "queue pair %" PRIu32 " of channel %d: ", setup_.rdma->qp->qp_num,
+                    setup_.rdma->channel);
+      text = std::string(head) + why;
+      return Status{};
+    });
+  }
+  if (failed_) return text;
+  failed_ = true;
+  for (int32_t at = first_; at >= 0;) {
+    const int32_t behind = at == last_ ? -1 : channel().at(at).next;
+    channel().finish(at);
+    at = behind;
+  }
+  first_ = next_ = last_ = -1;
+  return text;
+}
+
+}  // namespace epcomm::ibrc

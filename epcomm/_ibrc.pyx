@@ -1,0 +1,147 @@
+# cython: language_level=3
+"""Backend ``ibrc``: memory of several hosts, moved by NICs that a proxy thread drives for host threads."""
+
+import json
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.memory cimport shared_ptr, unique_ptr
+from libcpp.string cimport string
+from libcpp.utility cimport move
+from libcpp.vector cimport vector
+
+from epcomm cimport _cpp
+from epcomm._backend cimport Backend as BackendBase
+from epcomm._cpp cimport check
+
+from epcomm import config
+from epcomm.errors import InvalidArgumentError
+
+
+cdef extern from "ibrc/factory.hpp" namespace "epcomm::common" nogil:
+    cppclass VerbsProvider:
+        pass
+
+    struct RdmaPath:
+        string device
+        int port
+        int gid_index
+
+    struct RdmaOptions:
+        shared_ptr[VerbsProvider] provider
+        vector[RdmaPath] paths
+        int num_ranks
+        int rank
+        int num_channels
+        uint32_t depth
+        cbool relaxed_ordering
+        int mtu
+        int traffic_class
+        int service_level
+
+
+cdef extern from "ibrc/factory.hpp" namespace "epcomm::ibrc" nogil:
+    struct Options:
+        RdmaOptions rdma
+        int num_threads
+        vector[int] cpus
+        uint32_t queue_size
+        string folder
+        int64_t spin_us
+        cbool use_pidfd
+
+    struct Stats:
+        uint64_t commands
+        uint64_t posts
+        uint64_t requests
+        uint64_t bytes
+        uint64_t merged
+        uint64_t completions
+        uint64_t probes
+        uint64_t sleeps
+        uint64_t stalls
+
+    cppclass IbrcBackend:
+        string plan_json()
+        Stats stats()
+
+    _cpp.Status open_provider(const string& name, shared_ptr[VerbsProvider]* out)
+    _cpp.Status c_probe "epcomm::ibrc::probe"(const string& provider)
+    unique_ptr[IbrcBackend] create(const Options& options)
+    unique_ptr[_cpp.Backend] as_backend(unique_ptr[IbrcBackend] backend)
+
+
+def probe(provider: str = "verbs") -> None:
+    """Do nothing if this backend can run here with the provider.
+
+    Raises
+    ------
+    BackendUnavailableError
+        It cannot; the text is the reason.
+    """
+    cdef string c_provider = provider.encode()
+    with nogil:
+        check(c_probe(c_provider))
+
+
+cdef class Backend(BackendBase):
+    """One rank's end of the backend: ``alloc_heap``, ``export_info``, ``connect``, use, ``close``.
+
+    Parameters
+    ----------
+    options : dict
+        ``num_ranks``, ``rank``, ``num_channels`` (of data), ``provider`` (``verbs``) and ``paths``, a list of
+        (device, port, GID index): what queue pairs are made for. ``shm_dir``, ``spin_us`` and ``use_pidfd`` as for
+        ``shm``. Other keys are left to others.
+    """
+
+    cdef IbrcBackend* own
+
+    def __init__(self, options: dict | None = None) -> None:
+        cdef Options made
+        cdef unique_ptr[IbrcBackend] created
+        cdef RdmaPath path
+        cdef string provider
+        self.fresh()
+        options = options or {}
+        spin_us = options.get("spin_us")
+        if spin_us is not None and not 0 <= spin_us <= 1_000_000:
+            raise InvalidArgumentError(f"spin_us={spin_us!r}: expected microseconds from 0 to 1000000")
+        made.rdma.num_ranks = options.get("num_ranks", 1)
+        made.rdma.rank = options.get("rank", -1)
+        made.rdma.num_channels = options.get("num_channels", 1)
+        made.rdma.depth = options.get("depth", made.rdma.depth)
+        made.rdma.mtu = options.get("mtu", 0)
+        made.rdma.traffic_class = options.get("traffic_class", 0)
+        made.rdma.service_level = options.get("service_level", 0)
+        made.rdma.relaxed_ordering = options.get("relaxed_ordering", True)
+        for device, port, gid_index in options.get("paths", ()):
+            path.device, path.port, path.gid_index = str(device).encode(), port, gid_index
+            made.rdma.paths.push_back(path)
+        made.num_threads = config.get("EPCOMM_IBRC_THREADS") or 0
+        made.cpus = config.get("EPCOMM_IBRC_CPUS") or []
+        made.queue_size = options.get("queue_size", made.queue_size)
+        made.folder = str(options.get("shm_dir") or config.get("EPCOMM_SHM_DIR") or "").encode()
+        made.spin_us = -1 if spin_us is None else spin_us
+        made.use_pidfd = bool(options.get("use_pidfd", True))
+        if made.rdma.paths.size():
+            provider = str(options.get("provider", "verbs")).encode()
+            with nogil:
+                check(open_provider(provider, &made.rdma.provider))
+        with nogil:
+            created = move(create(made))
+            self.own = created.get()
+            self.impl = move(as_backend(move(created)))
+        self.made()
+
+    def plan(self) -> list[dict]:
+        """The queue pairs of this rank, one dict each."""
+        self.made()
+        text = self.own.plan_json().decode()
+        return json.loads(text)["rows"] if text else []
+
+    def proxy_stats(self) -> dict:
+        """What the proxy threads did so far: ``commands``, ``posts`` (doorbells), ``requests`` and more."""
+        self.made()
+        cdef Stats stats = self.own.stats()
+        return stats
