@@ -1,5 +1,6 @@
 """Fixtures and the one check at the end of every session: nothing is left behind."""
 
+import functools
 import importlib
 import os
 import sys
@@ -14,19 +15,59 @@ from helpers import arrays, pool
 from helpers.job import Jobs
 
 os.environ[pool.SESSION_VARIABLE] = uuid.uuid4().hex
+_place = pool.LocalPlace()  # where ranks run
+_only = None  # names of backends, if not all
 REQUIRED = {name.strip() for name in os.environ.get("EPCOMM_TEST_REQUIRE", "").split(",") if name.strip()}
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("epcomm")
+    group.addoption("--backend", metavar="NAMES", help="only these backends, separated by commas")
+    group.addoption("--rxe", choices=("quick", "all"), help="on nodes of a virtual machine: tests/rxe/README.md")
+
+
+def pytest_configure(config):
+    """What tests there are depends on the options."""
+    global _place, _only
+    names = config.getoption("--backend") or ("ibrc" if config.getoption("--rxe") else "")
+    _only = [name for name in names.split(",") if name] or None
+    if config.getoption("--rxe"):
+        sys.path.insert(0, str(Path(__file__).resolve().parent / "rxe"))
+        from place import NodesPlace
+
+        _place = NodesPlace(say=lambda text: print(f"rxe: {text}", file=sys.__stderr__, flush=True))
+        os.environ[pool.SLOWNESS_VARIABLE] = str(_place.slowness)
+
+
+def pytest_generate_tests(metafunc):
+    """Backends and sizes of groups."""
+    for name, rows in (("backend", _backends), ("host_backend", _host_backends)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, rows(), indirect=True, ids=lambda row: row[0], scope="session")
+    if "num_ranks" in metafunc.fixturenames and not _has_own(metafunc, "num_ranks"):
+        metafunc.parametrize("num_ranks", _place.sizes, indirect=True, ids=pool.size_id, scope="session")
+
+
+def _has_own(metafunc, name):
+    marks = metafunc.definition.iter_markers("parametrize")
+    return any(name in str(mark.args[0]).replace(" ", "").split(",") for mark in marks)
+
+
+@functools.cache
 def _backends():
-    """(name, reason why not) of each row of the registry."""
+    """(name, reason why not) of each row of the registry that is asked for."""
     from epcomm import _registry
     from epcomm.errors import EpcommError
 
     rows = []
     for backend in _registry.BACKENDS:
+        if _only and backend.name not in _only:
+            continue
         reason = None
         try:
-            importlib.import_module(f"epcomm._{backend.name}").probe()
+            module = importlib.import_module(f"epcomm._{backend.name}")
+            if _place.probes_here:
+                module.probe()
         except (ImportError, EpcommError) as error:
             reason = f"backend {backend.name}: {error}"
         rows.append((backend.name, reason))
@@ -48,7 +89,7 @@ def need():
     return _need
 
 
-@pytest.fixture(scope="session", params=_backends(), ids=lambda row: row[0])
+@pytest.fixture(scope="session")
 def backend(request):
     """Name of each backend that this machine can load."""
     name, reason = request.param
@@ -60,10 +101,14 @@ def backend(request):
 _ON_GPU = {"test_any_routing.py", "test_combine.py", "test_dispatch.py"}
 
 
-def pytest_collection_modifyitems(items):
-    """Leave out, with the reason, contract tests that hand host arrays to a backend with device memory."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out what cannot run where ranks run; with the reason, what hands host arrays to device memory."""
     from epcomm import _registry
 
+    kept = [item for item in items if _place.takes(item, config.getoption("--rxe"))]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     cuda = {backend.name for backend in _registry.BACKENDS if backend.needs_cuda}
     for item in items:
         row = getattr(item, "callspec", None) and item.callspec.params.get("backend")
@@ -71,7 +116,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"gives host arrays; {row[0]} takes GPU arrays"))
 
 
-@pytest.fixture(scope="session", params=(1, 2, 3, 4, 7), ids=lambda ranks: f"{ranks}ranks")
+@pytest.fixture(scope="session")
 def num_ranks(request):
     """Group sizes of the contract."""
     return request.param
@@ -85,9 +130,15 @@ def kind(request):
 
 
 @pytest.fixture(scope="session")
+def place():
+    """Where ranks run."""
+    return _place
+
+
+@pytest.fixture(scope="session")
 def pools():
     """The session's :class:`helpers.pool.PoolCache`."""
-    cache = pool.PoolCache()
+    cache = pool.PoolCache(place=_place)
     yield cache
     cache.close()
 
@@ -112,7 +163,7 @@ def three(pools, backend):
 
 @pytest.fixture(scope="module")
 def _jobs():
-    made = Jobs()
+    made = Jobs(_place)
     yield made
     made.close()
 
@@ -124,7 +175,7 @@ def _host_backends():
     return [row for row in _backends() if row[0] not in of_devices]
 
 
-@pytest.fixture(scope="session", params=_host_backends(), ids=lambda row: row[0])
+@pytest.fixture(scope="session")
 def host_backend(request):
     """Name of each backend on host memory: what faults do is tested with host arrays so far."""
     name, reason = request.param
@@ -154,6 +205,7 @@ _segments_before = _segments()
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     """Fail the session if a process or a shared-memory name of ours is left."""
+    _place.close()
     left = [f"process {pid}: {command}" for pid, command in pool.processes_of_session()]
     left += [f"/dev/shm/{name}" for name in sorted(_segments() - _segments_before)]
     if left:

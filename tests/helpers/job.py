@@ -13,9 +13,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ START_TIMEOUT_S = 60.0
 
 def slack():
     """How much longer than on an idle machine things may take now: at least 1, else runnable processes per core."""
-    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))) * pool.slowness()
 
 
 class Failure(NamedTuple):
@@ -71,15 +70,18 @@ class Job:
         More environment variables of every rank; None removes one.
     python : sequence of str
         Options of the interpreter, such as ``-X dev``.
+    place : optional
+        Where the ranks run, :class:`helpers.pool.LocalPlace` unless given.
     """
 
-    def __init__(self, num_ranks, backend="shm", env=None, python=()):
+    def __init__(self, num_ranks, backend="shm", env=None, python=(), place=None):
         self.num_ranks = num_ranks
         self.backend = backend
         self._env = dict(env or {})
         self._python = tuple(python)
-        self._port = pool.free_port()
-        self._folder = tempfile.TemporaryDirectory(prefix="epcomm-test-")
+        self.place = place or pool.LocalPlace()
+        self._port = self.place.free_port()
+        self._folder = self.place.folder()
         self.processes = [None] * num_ranks
         self.conns = [None] * num_ranks
         self._unanswered = [0] * num_ranks
@@ -99,22 +101,24 @@ class Job:
         self.close()
 
     def _spawn(self, rank):
-        mine, theirs = Pipe()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("EPCOMM_")}
+        inherited = {}
+        if isinstance(self.place, pool.LocalPlace):
+            inherited = {name: value for name, value in os.environ.items() if not name.startswith("EPCOMM_")}
         inherited[pool.SESSION_VARIABLE] = os.environ.get(pool.SESSION_VARIABLE, "")
-        wanted = {**pool._rank_environment(rank, self.num_ranks, self._port), "EPCOMM_TIMEOUT_S": "20", **self._env}
+        wanted = {
+            **pool._rank_environment(rank, self.num_ranks, self._port),
+            "EPCOMM_TIMEOUT_S": str(20 * self.place.slowness),
+            **self.place.environment(rank, self.num_ranks, self.backend),
+            **self._env,
+        }
         env = {**inherited, **{name: value for name, value in wanted.items() if value is not None}}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         for name in [name for name, value in wanted.items() if value is None]:
             env.pop(name, None)
-        with open(self._stderr[rank], "w") as stderr:
-            self.processes[rank] = subprocess.Popen(
-                [sys.executable, *self._python, os.path.abspath(__file__), str(theirs.fileno()), str(rank),
-                 str(self.num_ranks), self.backend, str(os.getpid())],
-                pass_fds=[theirs.fileno()], env=env, cwd="/", stdin=subprocess.DEVNULL, stderr=stderr,
-            )  # fmt: skip
-        theirs.close()
-        self.conns[rank] = mine
+        argv = [*self._python, os.path.abspath(__file__), "{fd}", str(rank), str(self.num_ranks), self.backend,
+                str(os.getpid())]  # fmt: skip
+        self.processes[rank], self.conns[rank] = self.place.start_job_rank(
+            rank, self.num_ranks, self.backend, argv, env, self._stderr[rank])  # fmt: skip
         self._unanswered[rank] = 1
 
     def _await_start(self, ranks):
@@ -156,10 +160,15 @@ class Job:
 
     def _receive(self, rank, timeout_s):
         conn = self.conns[rank]
+        timeout_s *= self.place.slowness
         if not conn.poll(timeout_s):
             raise AssertionError(f"rank {rank} did not answer within {timeout_s} s; its stacks:\n{self.stacks(rank)}")
         try:
-            return conn.recv()
+            kind, value = conn.recv()
+            if kind == "answer":  # clocks of other machines differ
+                offset = self.place.clock_offset_s
+                value = value._replace(start=value.start - offset, end=value.end - offset)
+            return kind, value
         except (EOFError, ConnectionResetError):
             code = self.processes[rank].wait(5)
             raise AssertionError(f"rank {rank} died: {pool.exit_text(code)}\n{self.stderr(rank)}") from None
@@ -182,9 +191,7 @@ class Job:
 
     def signal(self, rank, number=signal.SIGKILL):
         """Send a signal; returns when."""
-        at = time.monotonic()
-        os.kill(self.processes[rank].pid, number)
-        return at
+        return self.place.signal(self.processes[rank], number)
 
     def replace(self, *ranks):
         """New processes for ranks that ended, and a new port for all: none of them is in creation now."""
@@ -199,7 +206,7 @@ class Job:
 
     def new_port(self):
         """Ranks that created unequal numbers of communicators can meet again."""
-        self._port = pool.free_port()
+        self._port = self.place.free_port()
 
     def heal(self):
         """Make it as good as new for the next test; False if it cannot be."""
@@ -237,7 +244,7 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 self.processes[rank].send_signal(signal.SIGCONT)
                 self.processes[rank].send_signal(signal.SIGUSR1)
-            time.sleep(0.3)
+            time.sleep(0.3 * self.place.slowness)
         return self.stderr(rank)
 
     def close(self):
@@ -255,7 +262,8 @@ class Job:
 class Jobs:
     """Jobs by (backend, ranks), each made as good as new before it is given out again."""
 
-    def __init__(self):
+    def __init__(self, place=None):
+        self._place = place or pool.LocalPlace()
         self._kept = {}
         self._fresh = []
 
@@ -265,12 +273,12 @@ class Jobs:
         if key in self._kept and not self._kept[key].heal():
             self._kept.pop(key).close()
         if key not in self._kept:
-            self._kept[key] = Job(num_ranks, backend)
+            self._kept[key] = Job(num_ranks, backend, place=self._place)
         return self._kept[key]
 
     def fresh(self, num_ranks, backend="shm", **kwargs):
         """One of its own, ended by :meth:`end_fresh`."""
-        self._fresh.append(Job(num_ranks, backend, **kwargs))
+        self._fresh.append(Job(num_ranks, backend, place=self._place, **kwargs))
         return self._fresh[-1]
 
     def end_fresh(self):
@@ -321,7 +329,7 @@ def main(conn, rank, num_ranks, backend, parent):
     """Run what comes until the parent closes."""
     import faulthandler
 
-    pool._die_with_parent(parent)
+    pool._die_with_parent(parent or os.getppid())
     importlib.import_module("helpers.job_calls")  # and all that it needs, so that a first function is not slow
     importlib.import_module("epcomm")
     faulthandler.enable()

@@ -15,6 +15,7 @@ import multiprocessing.connection
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 
 _SPAWN = multiprocessing.get_context("spawn")
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
+SLOWNESS_VARIABLE = "EPCOMM_TEST_SLOWNESS"
 SESSION_VARIABLE = "EPCOMM_TEST_SESSION"  # inherited by all that a session starts; the leak check looks for it
 MAX_PROCESSES = 12
 START_TIMEOUT_S = 60.0
@@ -65,6 +67,80 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def slowness():
+    """How much longer than on an ordinary machine everything may take where the ranks run."""
+    return float(os.environ.get(SLOWNESS_VARIABLE, "1"))
+
+
+class Ranks(int):
+    """A number of ranks that are spread over fewer nodes, where the place has nodes."""
+
+    def __new__(cls, ranks, nodes):
+        self = super().__new__(cls, ranks)
+        self.nodes = nodes
+        return self
+
+    def __reduce__(self):  # ranks get a plain number
+        return int, (int(self),)
+
+
+def size_id(ranks):
+    """Test id of a group's size."""
+    return f"{int(ranks)}ranks" + (f"{ranks.nodes}nodes" if hasattr(ranks, "nodes") else "")
+
+
+class LocalPlace:
+    """Ranks are processes of this machine. `rxe.place.NodesPlace` is the other place."""
+
+    clock_offset_s = 0.0
+    slowness = 1.0
+    sizes = (1, 2, 3, 4, 7)  # of groups in contract tests
+    probes_here = True  # a backend that does not load here does not load where ranks run
+
+    free_port = staticmethod(free_port)
+
+    def folder(self):
+        """A folder that all ranks see."""
+        return tempfile.TemporaryDirectory(prefix="epcomm-test-")
+
+    def environment(self, rank, num_ranks, backend):
+        """What ranks need to know of where they are."""
+        return {}
+
+    def takes(self, item, selection):
+        """Whether a test can run here."""
+        return item.get_closest_marker("rxe") is None
+
+    def close(self):
+        """Nothing is kept."""
+
+    def start_rank(self, rank, num_ranks, backend, changes, stacks):
+        """A process of a :class:`RankPool`, and the connection to it."""
+        here, there = _SPAWN.Pipe()
+        process = _SPAWN.Process(target=_rank_main, args=(os.getpid(), rank, num_ranks, backend, there, stacks),
+                                 name=f"epcomm-test-rank-{rank}", daemon=True)  # fmt: skip
+        with environment(changes):
+            process.start()
+        there.close()
+        return process, here
+
+    def start_job_rank(self, rank, num_ranks, backend, argv, env, stderr):
+        """A process of a :class:`helpers.job.Job`, and the connection whose other end is ``{fd}`` in `argv`."""
+        here, there = multiprocessing.connection.Pipe()
+        argv = [word.replace("{fd}", str(there.fileno())) for word in argv]
+        with open(stderr, "w") as errors:
+            process = subprocess.Popen([sys.executable, *argv], pass_fds=[there.fileno()], env=env, cwd="/",
+                                       stdin=subprocess.DEVNULL, stderr=errors)  # fmt: skip
+        there.close()
+        return process, here
+
+    def signal(self, process, number):
+        """Send a signal; when that was."""
+        at = time.monotonic()
+        os.kill(process.pid, number)
+        return at
 
 
 def _rank_environment(rank, num_ranks, port):
@@ -210,8 +286,8 @@ class Case:
     def __init__(self, pool, name, timeout_s, expect_deaths):
         self.pool = pool
         self.name = name
-        self._deadline = time.monotonic() + timeout_s
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s * pool.place.slowness
+        self._deadline = time.monotonic() + self._timeout_s
         self._expect_deaths = frozenset(expect_deaths)
 
     def wait(self):
@@ -238,7 +314,7 @@ class Case:
                     values[rank] = RankDied(value)
                 else:
                     failures[rank] = f"died: {exit_text(value)}\n{pool.stack(rank)}" if kind == "died" else value
-                    self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
+                    self._deadline = min(self._deadline, time.monotonic() + GRACE_S * pool.place.slowness)
         if not missing and not failures:
             if self._expect_deaths:
                 pool.kill()
@@ -262,29 +338,25 @@ class RankPool:
     backend : str
     env : mapping, optional
         More environment variables for the ranks (None removes one).
+    place : optional
+        Where the ranks run, :class:`LocalPlace` unless given.
     """
 
-    def __init__(self, num_ranks, backend="shm", env=None):
+    def __init__(self, num_ranks, backend="shm", env=None, place=None):
         self.num_ranks = num_ranks
         self.backend = backend
-        self.port = free_port()
+        self.place = place or LocalPlace()
+        self.port = self.place.free_port()
         self.processes, self.conns = [], []
-        self._folder = tempfile.TemporaryDirectory(prefix="epcomm-test-")
+        self._folder = self.place.folder()
         try:
             for rank in range(num_ranks):
-                here, there = _SPAWN.Pipe()
-                self.conns.append(here)
-                changes = {**_rank_environment(rank, num_ranks, self.port), **(env or {})}
-                process = _SPAWN.Process(
-                    target=_rank_main,
-                    args=(os.getpid(), rank, num_ranks, backend, there, str(self._stack_file(rank))),
-                    name=f"epcomm-test-rank-{rank}",
-                    daemon=True,
-                )
-                with environment(changes):
-                    process.start()
-                there.close()
+                changes = {**_rank_environment(rank, num_ranks, self.port),
+                           **self.place.environment(rank, num_ranks, backend), **(env or {})}  # fmt: skip
+                stacks = str(self._stack_file(rank))
+                process, conn = self.place.start_rank(rank, num_ranks, backend, changes, stacks)
                 self.processes.append(process)
+                self.conns.append(conn)
             Case(self, "start", START_TIMEOUT_S, ()).wait()
         except BaseException:
             self.kill()
@@ -323,7 +395,7 @@ class RankPool:
 
     def signal(self, rank, number=signal.SIGKILL):
         """Send a signal to one rank."""
-        os.kill(self.processes[rank].pid, number)
+        return self.place.signal(self.processes[rank], number)
 
     def receive(self, rank):
         """One message of a rank whose pipe or sentinel is ready."""
@@ -341,7 +413,7 @@ class RankPool:
         path = self._stack_file(rank)
         if ask and self.processes[rank].is_alive():
             self.signal(rank, signal.SIGUSR1)
-            end = time.monotonic() + 2.0
+            end = time.monotonic() + 2.0 * self.place.slowness
             while time.monotonic() < end and not (path.exists() and path.stat().st_size):
                 time.sleep(0.02)
             time.sleep(0.05)
@@ -358,7 +430,7 @@ class RankPool:
         for conn in self.conns:
             with contextlib.suppress(OSError):
                 conn.send(None)
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + 5.0 * self.place.slowness
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
         self.kill()
@@ -376,13 +448,14 @@ class RankPool:
 class PoolCache:
     """Pools by (backend, ranks), the least recently used closed when there would be too many processes."""
 
-    def __init__(self, max_processes=MAX_PROCESSES):
+    def __init__(self, max_processes=MAX_PROCESSES, place=None):
+        self.place = place or LocalPlace()
         self._max_processes = max_processes
         self._pools = {}
 
     def get(self, num_ranks, backend="shm", env=None):
         """A living pool; a dead one is replaced."""
-        key = (backend, num_ranks, tuple(sorted((env or {}).items())))
+        key = (backend, num_ranks, getattr(num_ranks, "nodes", None), tuple(sorted((env or {}).items())))
         pool = self._pools.pop(key, None)
         if pool is not None and not pool.alive:
             pool.kill()
@@ -390,7 +463,7 @@ class PoolCache:
         if pool is None:
             while self._pools and self.num_processes + num_ranks > self._max_processes:
                 self._pools.pop(next(iter(self._pools))).close()
-            pool = RankPool(num_ranks, backend, env)
+            pool = RankPool(num_ranks, backend, env, self.place)
         self._pools[key] = pool
         return pool
 
