@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from epcomm import _arrays, _host, bootstrap, config, ops
-from epcomm._registry import BACKENDS, capability_names
+from epcomm import _arrays, _host, _nics, bootstrap, config, ops
+from epcomm._registry import BACKENDS, Backend, capability_names
 from epcomm._version import __version__
 from epcomm.errors import (
     BackendUnavailableError,
@@ -71,6 +71,10 @@ def _device(value: Any) -> str | None:
     if is_torch_device and (text == "cpu" or (text.startswith("cuda:") and text[5:].isdigit())):
         return text
     raise InvalidArgumentError(f"device is {value!r}; allowed: 'cpu', a device index or 'cuda:N'")
+
+
+def _row(name: str) -> Backend:
+    return next(row for row in BACKENDS if row.name == name)
 
 
 def wanted_backends(request: Any, source: str) -> tuple[str, ...] | None:
@@ -205,7 +209,8 @@ def heap_shape(made: dict[str, Any], num_ranks: int, num_channels: int, load_sto
 def required_bytes(made: dict[str, Any], num_ranks: int) -> dict[str, int]:
     """Bytes by purpose of one rank; see ``Communicator.required_bytes``."""
     channels = made["num_channels"] or made["num_threads"] or _default_threads(num_ranks)
-    shape = heap_shape(made, num_ranks, channels, load_store=True)
+    over_nics = made["backend"] is not None and all(_row(name).needs_nics for name in made["backend"])
+    shape = heap_shape(made, num_ranks, channels, load_store=not over_nics)
     heap = _host.heap_bytes(shape)
     tokens, recv, topk = shape["max_tokens_per_rank"], shape["max_recv_tokens"], shape["num_topk"]
     per_token = 8 * topk + 12 * min(topk, num_ranks) + 8
@@ -392,6 +397,29 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
         "no backend works between all ranks: " + ("; ".join(refused) or "the request excludes every backend"))
 
 
+def _choose_nics(group: bootstrap.Group) -> tuple[dict[str, Any], list[int], list[tuple[int, dict]]]:
+    """The ports of NICs that this rank uses, as a backend's options; how many each rank has; every failure."""
+    place: Any = None
+
+    def look() -> dict[str, Any]:
+        nonlocal place
+        place = _nics.look(soft_ports=config.get("EPCOMM_SOFTHCA_PORTS"))
+        return place.told()
+
+    options: dict[str, Any] = {}
+    _, told, failures = _together(group, look)
+    if failures:
+        return {}, [], failures
+
+    def decide() -> int:
+        options["paths"] = _nics.decide(place, told, group.rank).paths
+        options["provider"] = place.provider
+        return len(options["paths"])
+
+    _, paths, failures = _together(group, decide)
+    return options, paths, failures
+
+
 def _other_nodes(node_ids: list[str | None]) -> list[str]:
     """Why these ranks may not share memory; empty if they may."""
     other = next((rank for rank, node_id in enumerate(node_ids) if node_id != node_ids[0]), None)
@@ -409,6 +437,13 @@ def _start(
     """Set one backend up in step with the other ranks; ((caps, shape, engine), []) or (None, failures)."""
     rank, num_ranks = group.rank, group.num_ranks
     on_gpu = device != "cpu"
+    over_nics: dict[str, Any] = {}
+    if _row(name).needs_nics:
+        over_nics, paths, failures = _choose_nics(group)
+        if failures:
+            return None, failures
+        if made["num_channels"] is None:
+            channels = min(256, max(channels, *paths))  # so that every port has one
     functions: dict[str, int] = {}
     backend: Any = None
     shape: dict[str, int] = {}
@@ -416,14 +451,17 @@ def _start(
 
     def open_heap() -> str:
         nonlocal backend, shape, caps, functions
-        options = made["options"]
+        options = {
+            **made["options"], **over_nics, "num_ranks": num_ranks, "rank": rank, "num_channels": channels,
+            "timeout_s": made["timeout_s"],
+        }  # fmt: skip
         if on_gpu:
             from epcomm import kernels
 
             # Now, since loading can wait for a busy GPU, and only now: nothing compiles after creation.
             for unit in (kernels.DISPATCH, kernels.COMBINE):
                 functions |= kernels.load(unit, index_of(device)).functions
-            options = {**options, "device": index_of(device)}
+            options["device"] = index_of(device)
         backend = importlib.import_module(f"epcomm._{name}").Backend(options)
         caps = frozenset(capability_names(backend.caps))
         shape = heap_shape(made, num_ranks, channels, "peer_load_store" in caps)

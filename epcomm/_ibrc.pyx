@@ -40,6 +40,16 @@ cdef extern from "ibrc/factory.hpp" namespace "epcomm::common" nogil:
         int service_level
 
 
+cdef extern from "ibrc/factory.hpp" namespace "epcomm::softhca" nogil:
+    struct SoftHcaOptions:
+        int num_ports
+        double gbps
+        double latency_us
+        uint64_t seed
+        string faults
+        int64_t spin_us
+
+
 cdef extern from "ibrc/factory.hpp" namespace "epcomm::ibrc" nogil:
     struct Options:
         RdmaOptions rdma
@@ -65,23 +75,30 @@ cdef extern from "ibrc/factory.hpp" namespace "epcomm::ibrc" nogil:
         string plan_json()
         Stats stats()
 
-    _cpp.Status open_provider(const string& name, shared_ptr[VerbsProvider]* out)
+    _cpp.Status open_provider(const string& name, const SoftHcaOptions& soft, shared_ptr[VerbsProvider]* out)
     _cpp.Status c_probe "epcomm::ibrc::probe"(const string& provider)
     unique_ptr[IbrcBackend] create(const Options& options)
     unique_ptr[_cpp.Backend] as_backend(unique_ptr[IbrcBackend] backend)
 
 
-def probe(provider: str = "verbs") -> None:
-    """Do nothing if this backend can run here with the provider.
+def probe() -> None:
+    """Do nothing if this backend can run here over the provider that ``EPCOMM_IB_PROVIDER`` names.
 
     Raises
     ------
     BackendUnavailableError
         It cannot; the text is the reason.
     """
-    cdef string c_provider = provider.encode()
+    cdef string provider = _provider(None)
     with nogil:
-        check(c_probe(c_provider))
+        check(c_probe(provider))
+
+
+def _provider(name: str | None) -> bytes:
+    """``verbs`` or ``soft``; the software HCA is never chosen silently."""
+    if name is None:
+        name = "soft" if config.get("EPCOMM_IB_PROVIDER") == "soft" else "verbs"
+    return name.encode()
 
 
 cdef class Backend(BackendBase):
@@ -90,9 +107,10 @@ cdef class Backend(BackendBase):
     Parameters
     ----------
     options : dict
-        ``num_ranks``, ``rank``, ``num_channels`` (of data), ``provider`` (``verbs``) and ``paths``, a list of
-        (device, port, GID index): what queue pairs are made for. ``shm_dir``, ``spin_us`` and ``use_pidfd`` as for
-        ``shm``. Other keys are left to others.
+        ``num_ranks``, ``rank``, ``num_channels`` (of data), ``provider`` (``verbs`` or ``soft``; default from
+        ``EPCOMM_IB_PROVIDER``) and ``paths``, a list of (device, port, GID index): what queue pairs are made for.
+        ``depth`` (of send queues; default ``EPCOMM_IB_DEPTH``) and ``queue_size`` (commands of a channel's ring).
+        ``shm_dir``, ``spin_us`` and ``use_pidfd`` as for ``shm``. Other keys are left to others.
     """
 
     cdef IbrcBackend* own
@@ -101,6 +119,7 @@ cdef class Backend(BackendBase):
         cdef Options made
         cdef unique_ptr[IbrcBackend] created
         cdef RdmaPath path
+        cdef SoftHcaOptions soft
         cdef string provider
         self.fresh()
         options = options or {}
@@ -110,11 +129,11 @@ cdef class Backend(BackendBase):
         made.rdma.num_ranks = options.get("num_ranks", 1)
         made.rdma.rank = options.get("rank", -1)
         made.rdma.num_channels = options.get("num_channels", 1)
-        made.rdma.depth = options.get("depth", made.rdma.depth)
-        made.rdma.mtu = options.get("mtu", 0)
-        made.rdma.traffic_class = options.get("traffic_class", 0)
-        made.rdma.service_level = options.get("service_level", 0)
-        made.rdma.relaxed_ordering = options.get("relaxed_ordering", True)
+        made.rdma.depth = options.get("depth", config.get("EPCOMM_IB_DEPTH"))
+        made.rdma.mtu = config.get("EPCOMM_IB_MTU") or 0
+        made.rdma.traffic_class = config.get("EPCOMM_IB_TC")
+        made.rdma.service_level = config.get("EPCOMM_IB_SL")
+        made.rdma.relaxed_ordering = config.get("EPCOMM_IB_RELAXED_ORDERING") != 0
         for device, port, gid_index in options.get("paths", ()):
             path.device, path.port, path.gid_index = str(device).encode(), port, gid_index
             made.rdma.paths.push_back(path)
@@ -125,9 +144,15 @@ cdef class Backend(BackendBase):
         made.spin_us = -1 if spin_us is None else spin_us
         made.use_pidfd = bool(options.get("use_pidfd", True))
         if made.rdma.paths.size():
-            provider = str(options.get("provider", "verbs")).encode()
+            provider = _provider(options.get("provider"))
+            soft.num_ports = config.get("EPCOMM_SOFTHCA_PORTS")
+            soft.gbps = config.get("EPCOMM_SOFTHCA_GBPS")
+            soft.latency_us = config.get("EPCOMM_SOFTHCA_LATENCY_US")
+            soft.seed = config.get("EPCOMM_SOFTHCA_SEED")
+            soft.faults = config.get("EPCOMM_SOFTHCA_FAULTS").encode()
+            soft.spin_us = made.spin_us
             with nogil:
-                check(open_provider(provider, &made.rdma.provider))
+                check(open_provider(provider, soft, &made.rdma.provider))
         with nogil:
             created = move(create(made))
             self.own = created.get()

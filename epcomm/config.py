@@ -62,6 +62,16 @@ def _text(name: str, value: Any) -> str:
     return str(value)
 
 
+def _at_least_0(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number <= 1e9:
+        raise InvalidArgumentError(f"{name}={value!r}: expected a number from 0 to 1e9")
+    return number
+
+
 def _cpus(name: str, value: Any) -> list[int]:
     """CPU numbers from ``0-3,8``."""
     found: list[int] = []
@@ -113,6 +123,12 @@ VARIABLES = (
     Variable("EPCOMM_IB_SL", _integer(0, 15), 0, "service level of InfiniBand packets, priority of RoCE"),
     Variable("EPCOMM_IB_RELAXED_ORDERING", _number_of(0, 1), 1,
              "whether rows may overtake each other on PCIe; signals never do"),
+    Variable("EPCOMM_SOFTHCA_PORTS", _integer(1, 64), 2, "devices of the software HCA: `soft0`, `soft1`, ..."),
+    Variable("EPCOMM_SOFTHCA_GBPS", _at_least_0, 0.0, "rate of each of its ports in Gbit/s; 0: as fast as it copies"),
+    Variable("EPCOMM_SOFTHCA_LATENCY_US", _at_least_0, 0.0, "microseconds from its doorbell to the completion"),
+    Variable("EPCOMM_SOFTHCA_SEED", _integer(0, (1 << 63) - 1), 0,
+             "not 0: disorder of every kind that hardware may show, by this seed"),
+    Variable("EPCOMM_SOFTHCA_FAULTS", _text, "", "faults it plays, as `backends/softhca/faults.hpp` tells"),
     Variable("EPCOMM_NVLINK_SHARE", _choice("auto", "fd", "fabric", "ipc"), "auto",
              "how ranks hand each other GPU memory: file descriptors, fabric handles or legacy CUDA IPC"),
     Variable("EPCOMM_IBRC_THREADS", _integer(1, 256), None, "proxy threads of a rank; default one per NIC port"),

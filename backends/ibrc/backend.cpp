@@ -594,17 +594,19 @@ Stats Ibrc::stats() const noexcept {
 
 }  // namespace
 
-Status open_provider(const std::string& name,
+Status open_provider(const std::string& name, const softhca::SoftHcaOptions& soft,
                      std::shared_ptr<common::VerbsProvider>* out) noexcept {
   if (name == "verbs") return common::open_libibverbs(out);
-  return error(Code::kInvalidArgument, -1, "provider=%s: expected verbs", name.c_str());
+  if (name == "soft") return softhca::make_softhca(soft, out);
+  return error(Code::kInvalidArgument, -1, "provider=%s: expected verbs or soft", name.c_str());
 }
 
 Status probe(const std::string& provider) noexcept {
   return common::guarded([&]() -> Status {
+    if (provider == "soft") return {};  // needs nothing
     std::shared_ptr<common::VerbsProvider> opened;
     std::vector<std::string> names;
-    Status status = open_provider(provider, &opened);
+    Status status = open_provider(provider, {}, &opened);
     if (status.ok()) status = opened->device_names(&names);
     if (status.ok() && names.empty()) status = error(Code::kUnavailable, -1, "no RDMA device");
     if (!status.ok()) {

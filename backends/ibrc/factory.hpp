@@ -9,6 +9,7 @@
 
 #include "common/rdma/rdma.hpp"
 #include "epcomm/backend.hpp"
+#include "softhca/provider.hpp"
 
 namespace epcomm::ibrc {
 
@@ -42,8 +43,9 @@ class IbrcBackend : public Backend {
   virtual Stats stats() const noexcept = 0;
 };
 
-// "verbs": libibverbs.
-Status open_provider(const std::string& name, std::shared_ptr<common::VerbsProvider>* out) noexcept;
+// "verbs": libibverbs; "soft": the software HCA, for which `soft` is.
+Status open_provider(const std::string& name, const softhca::SoftHcaOptions& soft,
+                     std::shared_ptr<common::VerbsProvider>* out) noexcept;
 
 // Ok, or why this backend cannot run here over that provider. Opens no device.
 Status probe(const std::string& provider) noexcept;
