@@ -1,6 +1,8 @@
 // The memory policy of CPU threads for mlx5_queue.h.
 #pragma once
 
+#include <sched.h>
+
 #include <cstdint>
 
 #include "epcomm/mlx5_queue.h"
@@ -44,13 +46,8 @@ struct HostMemory {
   }
   static uint64_t take(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
   static uint32_t peek(const uint32_t* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
-  static void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-  }
+  // Whoever is waited for may need this core.
+  static void pause() { sched_yield(); }
 };
 
 }  // namespace epcomm::mlx5

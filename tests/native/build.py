@@ -39,6 +39,7 @@ PROGRAMS = {
     "shm_test": SHM,
     "rdma_test": RDMA,
     "rdma_link": RDMA,
+    "mlx5_test": [],
     "softhca_test": SOFT,
 }
 

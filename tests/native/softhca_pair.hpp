@@ -22,12 +22,16 @@ constexpr int kAllAccess = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
 class SoftPort {
  public:
   SoftPort(common::VerbsProvider* provider, const std::string& name, uint64_t heap_words)
-      : provider_(provider), heap_(heap_words) {
+      : SoftPort(provider, name, std::make_shared<std::vector<uint64_t>>(heap_words)) {}
+  // Several ports may register one heap.
+  SoftPort(common::VerbsProvider* provider, const std::string& name,
+           std::shared_ptr<std::vector<uint64_t>> heap)
+      : provider_(provider), heap_(std::move(heap)) {
     context_ = provider->open_device(name);
     EXPECT(context_, "open_device(%s)", name.c_str());
     EXPECT(provider->query_gid(context_, 1, 0, &gid_) == 0, "query_gid");
     pd_ = provider->alloc_pd(context_);
-    mr_ = provider->reg_mr(pd_, heap_.data(), heap_.size() * 8, kAllAccess);
+    mr_ = provider->reg_mr(pd_, heap_->data(), heap_->size() * 8, kAllAccess);
     EXPECT(pd_ && mr_, "alloc_pd, reg_mr");
   }
   ~SoftPort() {
@@ -58,13 +62,14 @@ class SoftPort {
   ibv_context* context() const { return context_; }
   ibv_pd* pd() const { return pd_; }
   const ibv_gid& gid() const { return gid_; }
-  uint64_t* words() { return heap_.data(); }
-  uint64_t address(uint64_t word = 0) const { return uint64_t(heap_.data() + word); }
+  uint64_t* words() { return heap_->data(); }
+  const std::shared_ptr<std::vector<uint64_t>>& heap() const { return heap_; }
+  uint64_t address(uint64_t word = 0) const { return uint64_t(heap_->data() + word); }
   uint32_t key() const { return mr_->rkey; }
 
  private:
   common::VerbsProvider* const provider_;
-  std::vector<uint64_t> heap_;
+  const std::shared_ptr<std::vector<uint64_t>> heap_;
   ibv_context* context_ = nullptr;
   ibv_gid gid_{};
   ibv_pd* pd_ = nullptr;

@@ -68,7 +68,14 @@ def test_rdma(sanitize):
     check("rdma_test", sanitize)
 
 
+def test_mlx5(sanitize):
+    """A million work requests: rdma-core's bytes where its header is installed, else written down vectors."""
+    check("mlx5_test", sanitize)
+
+
 def test_softhca(sanitize):
+    """200,000 work requests at depth 64, 32 producers, 10 seeds of chaos, every fault, planted mistakes."""
+    needs_verbs_headers()
     check("softhca_test", sanitize)
 
 
