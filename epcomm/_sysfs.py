@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _GID_BYTES = 16
+_LAST_GID = 255  # what an address handle can name; software devices list a thousand
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def _float(text: str) -> float:
 def _gids(folder: Path) -> list[Gid]:
     found = []
     for index in _numbered(folder / "gids"):
+        if index > _LAST_GID:
+            break
         digits = read(folder / "gids" / str(index)).replace(":", "")
         if len(digits) != 2 * _GID_BYTES or not digits.strip("0"):
             continue
