@@ -592,11 +592,11 @@ void test_plants() {
     if (row.vendor == 0) {
       EXPECT(outcome.wrong > 0, "%s: not found", row.name);
     } else {
-      // In the first lap the slot is empty, which is no shape at all; and what is posted without
+      // In the first lap the slot is empty and names no queue pair; and what is posted without
       // looking may be ahead by more than the queue is deep.
       const bool found =
           failure.vendor == row.vendor ||
-          (row.vendor == softhca::kStaleSlot && failure.vendor == softhca::kBadShape) ||
+          (row.vendor == softhca::kStaleSlot && failure.vendor == softhca::kWrongQueue) ||
           (row.vendor == softhca::kOverrun && failure.vendor == softhca::kTooFar);
       EXPECT(outcome.failed && failure.syndrome == mlx5::kLocalQp && found, "%s: %llx %s", row.name,
              (unsigned long long)outcome.failed, outcome.why.c_str());
