@@ -149,7 +149,7 @@ cdef class Backend(BackendBase):
             soft.gbps = config.get("EPCOMM_SOFTHCA_GBPS")
             soft.latency_us = config.get("EPCOMM_SOFTHCA_LATENCY_US")
             soft.seed = config.get("EPCOMM_SOFTHCA_SEED")
-            soft.faults = config.get("EPCOMM_SOFTHCA_FAULTS").encode()
+            soft.faults = (config.get("EPCOMM_SOFTHCA_FAULTS") or "").encode()
             soft.spin_us = made.spin_us
             with nogil:
                 check(open_provider(provider, soft, &made.rdma.provider))

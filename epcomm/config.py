@@ -128,7 +128,7 @@ VARIABLES = (
     Variable("EPCOMM_SOFTHCA_LATENCY_US", _at_least_0, 0.0, "microseconds from its doorbell to the completion"),
     Variable("EPCOMM_SOFTHCA_SEED", _integer(0, (1 << 63) - 1), 0,
              "not 0: disorder of every kind that hardware may show, by this seed"),
-    Variable("EPCOMM_SOFTHCA_FAULTS", _text, "", "faults it plays, as `backends/softhca/faults.hpp` tells"),
+    Variable("EPCOMM_SOFTHCA_FAULTS", _text, None, "faults it plays, as `backends/softhca/faults.hpp` tells"),
     Variable("EPCOMM_NVLINK_SHARE", _choice("auto", "fd", "fabric", "ipc"), "auto",
              "how ranks hand each other GPU memory: file descriptors, fabric handles or legacy CUDA IPC"),
     Variable("EPCOMM_IBRC_THREADS", _integer(1, 256), None, "proxy threads of a rank; default one per NIC port"),

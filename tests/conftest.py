@@ -23,6 +23,7 @@ REQUIRED = {name.strip() for name in os.environ.get("EPCOMM_TEST_REQUIRE", "").s
 def pytest_addoption(parser):
     group = parser.getgroup("epcomm")
     group.addoption("--backend", metavar="NAMES", help="only these backends, separated by commas")
+    group.addoption("--soft", action="store_true", help="backends that need NICs, over the software HCA")
     group.addoption("--rxe", choices=("quick", "all"), help="on nodes of a virtual machine: tests/rxe/README.md")
 
 
@@ -31,6 +32,12 @@ def pytest_configure(config):
     global _place, _only
     names = config.getoption("--backend") or ("ibrc" if config.getoption("--rxe") else "")
     _only = [name for name in names.split(",") if name] or None
+    if config.getoption("--soft"):
+        from epcomm import _registry
+
+        os.environ.update(pool.SoftPlace.SETTINGS)  # probes see it too
+        _place = pool.SoftPlace()
+        _only = _only or [backend.name for backend in _registry.BACKENDS if backend.needs_nics]
     if config.getoption("--rxe"):
         sys.path.insert(0, str(Path(__file__).resolve().parent / "rxe"))
         from place import NodesPlace

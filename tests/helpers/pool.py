@@ -143,6 +143,15 @@ class LocalPlace:
         return at
 
 
+class SoftPlace(LocalPlace):
+    """Ranks are processes of this machine, and their NICs are software."""
+
+    SETTINGS = {"EPCOMM_IB_PROVIDER": "soft"}
+
+    def environment(self, rank, num_ranks, backend):
+        return dict(self.SETTINGS)
+
+
 def _rank_environment(rank, num_ranks, port):
     return {
         "RANK": str(rank),
