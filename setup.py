@@ -16,6 +16,7 @@ import tempfile
 from Cython.Build import cythonize
 from Cython.Compiler import Options
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -37,8 +38,21 @@ class Sdist(sdist):
             more.update(glob.glob(f"{folder}/**/README.md", recursive=True))
         for suffix in ("py", "cpp", "hpp", "cu"):
             more.update(glob.glob(f"tests/**/*.{suffix}", recursive=True))
+            more.update(glob.glob(f"backends/**/*.{suffix}", recursive=True))  # also of backends not built here
         more.update(path for path in files if not path.startswith(built))
         super().make_release_tree(base_dir, sorted(path for path in more if os.path.isfile(path)))
+
+
+class BuildExt(build_ext):
+    """Extensions side by side, and before them the parts that they share, once."""
+
+    def initialize_options(self):
+        super().initialize_options()
+        self.parallel = len(os.sched_getaffinity(0))
+
+    def run(self):
+        self.run_command("build_clib")
+        super().run()
 
 
 def missing_header(headers):
@@ -95,8 +109,7 @@ def backend_extensions():
             print(f"{reason}: skipped")
             continue
         print(f"epcomm: backend {backend.name}: built")
-        patterns = [f"{backend.name}/*.cpp", "common/*.cpp", *backend.sources]
-        built.append(extension(f"_{backend.name}", patterns, backend.libraries))
+        built.append(extension(f"_{backend.name}", [f"{backend.name}/*.cpp"], backend.libraries))
     return built
 
 
@@ -106,18 +119,39 @@ def faces():
         "_host": ["host/*.cpp"],
         "_rows": ["host/rows*.cpp", "host/layout.cpp"],
         "_measure": ["host/measure.cpp"],
-        "_device": ["device/c*.cpp", "device/engine.cpp", "common/driver.cpp"],
-        "_device_ops": ["device/ops.cpp", "common/driver.cpp"],
+        "_device": ["device/c*.cpp", "device/engine.cpp"],
+        "_device_ops": ["device/ops.cpp"],
     }
     backends = {f"_{backend.name}" for backend in REGISTRY}
     modules = sorted(os.path.basename(path)[:-4] for path in glob.glob("epcomm/*.pyx"))
     return [extension(module, patterns.get(module, [])) for module in modules if module not in backends]
 
 
+def shared_parts():
+    """What several extensions are linked from: each takes the objects that it needs."""
+    # What is linked later comes first: RDMA parts use common ones.
+    names = {"epcomm_rdma": ["common/rdma/*.cpp", "softhca/*.cpp"], "epcomm_common": ["common/*.cpp"]}
+    if not any(backend.needs_nics and missing_header(backend.headers) is None for backend in REGISTRY):
+        del names["epcomm_rdma"]
+    return [
+        (
+            name,
+            {
+                "sources": sorted(path for pattern in patterns for path in glob.glob(f"backends/{pattern}")),
+                "include_dirs": ["include", "backends"],
+                "cflags": COMPILE_FLAGS + EXTRA_FLAGS,
+                "obj_deps": {"": HEADERS},
+            },
+        )
+        for name, patterns in names.items()
+    ]
+
+
 strict = os.environ.get("EPCOMM_BUILD_STRICT") == "1"
 Options.warning_errors = strict
 setup(
-    cmdclass={"sdist": Sdist},
+    cmdclass={"sdist": Sdist, "build_ext": BuildExt},
+    libraries=shared_parts(),
     ext_modules=cythonize(
         backend_extensions() + faces(),
         build_dir="build/cython",

@@ -12,18 +12,16 @@ class Backend(NamedTuple):
     name: str
     summary: str
     headers: tuple[str, ...] = ()  # looked for by setup.py; a missing one skips the backend
-    sources: tuple[str, ...] = ()  # below backends/, beside those of the backend and of common/
     libraries: tuple[str, ...] = ()
     needs_cuda: bool = False
-    needs_nics: bool = False  # given ports of NICs to use (_nics.py)
-    rdma: bool = False  # its messages go through a NIC, or through the software HCA
+    needs_nics: bool = False  # goes through NICs, or the software HCA: _nics.py chooses ports, build links RDMA parts
 
 
 BACKENDS = (
     Backend("nvlink", "memory of GPUs of one host, driven by their kernels over NVLink or PCIe", needs_cuda=True),
     Backend("shm", "shared memory of one host, driven by host threads"),
     Backend("ibrc", "RDMA between hosts, posted by a proxy thread on behalf of host threads",
-            headers=("infiniband/verbs.h",), sources=("common/rdma/*.cpp", "softhca/*.cpp"), needs_nics=True),
+            headers=("infiniband/verbs.h",), needs_nics=True),
 )
 
 # What `ab` compares unless it is told otherwise.

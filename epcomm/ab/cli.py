@@ -12,7 +12,7 @@ from epcomm.errors import EpcommError
 
 SIZES = (8, 64, 512, 4096, 32768, 262144, 1048576)
 _HOST_BACKENDS = tuple(row.name for row in BACKENDS if not row.needs_cuda)
-_RDMA = {row.name for row in BACKENDS if row.rdma}
+_RDMA = {row.name for row in BACKENDS if row.needs_nics}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
