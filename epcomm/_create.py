@@ -234,6 +234,7 @@ class Made:
     shape: dict[str, int]
     local_experts: list[int]
     engine: Any
+    queue_pairs: list[dict[str, Any]]  # of NICs; empty where none are used
 
 
 def _failure(error: Exception) -> dict[str, Any]:
@@ -384,9 +385,9 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
         engine_or_none, failures = _start(group, name, made, device, threads, channels)
         if not failures:
             log.info("rank %d of %d uses backend %s", rank, num_ranks, name)
-            caps, shape, engine = engine_or_none
+            caps, shape, engine, queue_pairs = engine_or_none
             _, _, local = ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])
-            return Made(rank, num_ranks, name, caps, device, made, shape, local, engine)
+            return Made(rank, num_ranks, name, caps, device, made, shape, local, engine, queue_pairs)
         unavailable = code_of(BackendUnavailableError())
         if any(failed["code"] != unavailable for _, failed in failures):
             _raise([failed for failed in failures if failed[1]["code"] != unavailable])
@@ -434,7 +435,7 @@ def _other_nodes(node_ids: list[str | None]) -> list[str]:
 def _start(
     group: bootstrap.Group, name: str, made: dict[str, Any], device: str, threads: int, channels: int
 ) -> tuple[Any, list[tuple[int, dict]]]:
-    """Set one backend up in step with the other ranks; ((caps, shape, engine), []) or (None, failures)."""
+    """Set one backend up in step with the other ranks; ((caps, shape, engine, queue pairs), []) or (None, failures)."""
     rank, num_ranks = group.rank, group.num_ranks
     on_gpu = device != "cpu"
     over_nics: dict[str, Any] = {}
@@ -448,6 +449,7 @@ def _start(
     backend: Any = None
     shape: dict[str, int] = {}
     caps: frozenset[str] = frozenset()
+    queue_pairs: list[dict[str, Any]] = []
 
     def open_heap() -> str:
         nonlocal backend, shape, caps, functions
@@ -469,9 +471,11 @@ def _start(
         return backend.export_info().hex()
 
     def join(infos: list[str]) -> Any:
+        nonlocal queue_pairs
         try:
             state_word = _host.heap_bytes(shape)["state_word"]
             backend.connect(rank, [bytes.fromhex(info) for info in infos], state_word, made["timeout_s"])
+            queue_pairs = backend.plan()
             owners, _, _ = ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])
             if on_gpu:
                 from epcomm import _device
@@ -510,7 +514,7 @@ def _start(
         if failures:
             engine = None
             return None, failures
-        return (caps, shape, engine), []
+        return (caps, shape, engine, queue_pairs), []
     except BaseException:
         engine = None
         raise

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from epcomm import _console, _registry, config
+from epcomm import _console, _info_rdma, _registry, config
 from epcomm._version import __version__
 from epcomm.errors import EpcommError
 
@@ -50,6 +50,7 @@ def collect() -> dict[str, Any]:
         "package": str(Path(__file__).parent),
         "backends": [_backend(row) for row in _registry.BACKENDS],
         "devices": _devices(),
+        "rdma": _info_rdma.collect(),
         "limits": dict(LIMITS),
         "environment": environment(),
         "packages": {name: _version_of(names) for name, names in OPTIONAL_PACKAGES.items()},
@@ -74,12 +75,23 @@ def as_text() -> str:
                          caption="in order of preference; EPCOMM_BACKEND chooses", file=out)
     _console.print_table("devices", ("what", "value"),
                          [(_label(k), _value(k, v)) for k, v in info["devices"].items()], file=out)
+    _info_rdma.print_tables(info["rdma"], out)
     _console.print_table("limits", ("what", "range"), list(info["limits"].items()), file=out)
     variables = [(name, row["error"] or _value(name, row["value"]), "set" if row["set"] else "default", row["help"])
                  for name, row in info["environment"].items()]
     _console.print_table("environment variables", ("variable", "in effect", "from", "meaning"), variables, file=out)
     _console.print_table("packages", ("package", "version"),
                          [(name, version or "not installed") for name, version in info["packages"].items()], file=out)
+    return out.getvalue()
+
+
+def plan(num_ranks: int, num_channels: int | None, as_json: bool) -> str:
+    """Queue pairs that a rank on this machine would have; JSON or a table."""
+    made = _info_rdma.plan(num_ranks, num_channels)
+    if as_json:
+        return json.dumps(made, indent=2) + "\n"
+    out = _Text()
+    _info_rdma.print_plan(made, out)
     return out.getvalue()
 
 

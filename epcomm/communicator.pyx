@@ -277,10 +277,29 @@ class Communicator:
                           self._made.parameters["expert_to_rank"])
 
     def plan(self):
-        """Which path each (peer, channel) takes: list of dict with ``peer``, ``channel``, ``backend``, ``path``."""
-        path = "loads and stores" if "peer_load_store" in self.caps else "puts"
-        return [dict(peer=peer, channel=channel, backend=self.backend, path="own memory" if peer == self.rank else path)
-                for peer in range(self.num_ranks) for channel in range(self._made.shape["num_channels"])]
+        """Which path each (peer, channel) takes.
+
+        Returns
+        -------
+        list of dict
+            ``peer``, ``channel``, ``backend`` and ``path``, a sentence. Where a NIC is used also what makes up the
+            queue pair: ``kind`` (``data``, or ``control`` for the channel behind those of data, which carries credits),
+            ``device``, ``port``, ``gid``, ``qpn``, ``depth``, ``mtu``, ``remote_device``, ``remote_port``,
+            ``remote_gid``, ``remote_qpn`` and more.
+        """
+        near = "loads and stores" if "peer_load_store" in self.caps or self._made.queue_pairs else "puts"
+        pairs = {(row["peer"], row["channel"]): row for row in self._made.queue_pairs}
+        rows = []
+        for peer in range(self.num_ranks):
+            for channel in range(self._made.shape["num_channels"] + 1):
+                row = pairs.get((peer, channel))
+                if row is not None:
+                    path = f"{row['device']} port {row['port']} to {row['remote_device']} port {row['remote_port']}"
+                    rows.append({**row, "backend": self.backend, "path": path})
+                elif channel < self._made.shape["num_channels"]:
+                    rows.append(dict(peer=peer, channel=channel, backend=self.backend,
+                                     path="own memory" if peer == self.rank else near))
+        return rows
 
     def stats(self):
         """Counters of this rank since creation: dict of str to int.

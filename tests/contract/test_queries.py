@@ -92,8 +92,15 @@ def counting(context):
         assert grown["rows_sent"] == (0 if last else 3), grown
         assert grown["rows_received"] == (3 * context.num_ranks if last else 0), grown
         assert (grown["bytes_sent"] == 0) if last else (grown["bytes_sent"] >= 3 * 64), grown
-        plan = comm.plan()
-        assert plan
+        rows = {(row["peer"], row["channel"]): row for row in comm.plan()}
+        channels = max(channel for peer, channel in rows if peer == context.rank) + 1
+        assert set(rows) >= {(peer, channel) for peer in range(context.num_ranks) for channel in range(channels)}
+        assert all(row["backend"] == comm.backend and row["path"] for row in rows.values())
+        for (peer, channel), row in rows.items():
+            if "qpn" in row:  # over a NIC: the channel behind those of data is for control words
+                assert peer != context.rank and row["kind"] == ("control" if channel == channels else "data")
+                assert row["device"] and row["remote_device"] and row["qpn"] and row["remote_qpn"], row
+                assert row["mtu"] in (256, 512, 1024, 2048, 4096), row
 
 
 def test_stats_and_plan(ranks):
