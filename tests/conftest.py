@@ -49,7 +49,7 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """Backends and sizes of groups."""
     for name, rows in (("backend", _backends), ("host_backend", _host_backends)):
-        if name in metafunc.fixturenames:
+        if name in metafunc.fixturenames and not _has_own(metafunc, name):
             metafunc.parametrize(name, rows(), indirect=True, ids=lambda row: row[0], scope="session")
     if "num_ranks" in metafunc.fixturenames and not _has_own(metafunc, "num_ranks"):
         metafunc.parametrize("num_ranks", _place.sizes, indirect=True, ids=pool.size_id, scope="session")
