@@ -180,6 +180,8 @@ int encode(const SoftQp& qp, const ibv_send_wr& wr, mlx5::Block* out) {
         *out = mlx5::read(index, qpn, flags, remote, local, bytes);
       } else if (wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) {
         *out = mlx5::write_imm(index, qpn, flags, remote, local, bytes, wr.imm_data);
+      } else if (bytes == 0) {
+        *out = mlx5::write_empty(index, qpn, flags, remote);
       } else if (wr.send_flags & IBV_SEND_INLINE) {
         if (bytes > qp.init.cap.max_inline_data) return EINVAL;
         *out = mlx5::write_inline(index, qpn, flags, remote,

@@ -16,10 +16,11 @@ DEFINITIONS = {
     "message rate": "the smallest puts, each with its signal, one thread per channel, until all have been carried out",
     "bandwidth": "the largest puts, one thread per channel, until all have been carried out; one way",
     "calls": "a whole dispatch or combine (expert outputs in ordinary memory), time of the slowest rank",
-    "control path alone": "the same with a mover that completes messages without moving a byte",
+    "no mover": "the control path alone: the same with a mover that completes messages without moving a byte",
     "ratio": "how many times as fast B is as A, from the medians",
     "interval": f"{stats.CONFIDENCE:.0%} percentile bootstrap of the repeats, resampled as pairs",
-    "repeats": "every few repeats both sides are made anew, the other one first: where memory lies favours neither",
+    "repeats": f"every {stats.BLOCK} repeats both sides are made anew, the other one first: where memory or a thread "
+               "happens to lie favours neither; those repeats are resampled together",
     "verdict": f"from {stats.MIN_REPEATS} repeats on: no difference if the ratio's interval has 1 in it",
     "CPU": "seconds that threads of rank 0 (the sender) ran, per message; `caller` is whoever calls epcomm",
 }
@@ -63,19 +64,19 @@ def _median_cpu(trials: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(trial.get(name, 0.0) for trial in trials) for name in names}
 
 
-def quantity(value: float, unit: str) -> str:
-    """A value with a readable unit."""
-    if unit == "s":
-        return f"{value * 1e6:.3g} us" if value < 1e-3 else f"{value * 1e3:.3g} ms"
-    if unit == "1/s":
-        return f"{value / 1e3:.3g} k/s" if value < 1e6 else f"{value / 1e6:.3g} M/s"
-    return f"{value / 1e9:.3g} GB/s"
+# By unit of the values: (from this value on, what it is divided by, its name); the first that fits.
+_SCALES = {
+    "s": ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us")),
+    "1/s": ((1e6, 1e6, "M/s"), (0.0, 1e3, "k/s")),
+    "B/s": ((0.0, 1e9, "GB/s"),),
+}
 
 
-def _with_interval(value: float, interval: list[float], unit: str) -> str:
-    low, high = (quantity(end, unit) for end in interval)
-    return f"{quantity(value, unit)} [{low.split()[0]} {high.split()[0]}]" if low.split()[1] == high.split()[1] \
-        else f"{quantity(value, unit)} [{low}, {high}]"
+def _with_interval(value: float, interval: tuple[float, float], unit: str) -> str:
+    """A value and its interval in one readable unit."""
+    divisor, name = next((divisor, name) for least, divisor, name in _SCALES[unit] if value >= least)
+    low, high = interval
+    return f"{value / divisor:.3g} {name} [{low / divisor:.3g} {high / divisor:.3g}]"
 
 
 def show(report: dict[str, Any]) -> None:

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from epcomm import _console, _launch
+from epcomm.ab.stats import BLOCK
 
 WORKER = "epcomm.ab.ranks:AbRank"
 WARMUP = 1  # repeats of a block that are not counted
-# Where memory lies can favour one side for as long as it lives: every so many repeats, both are made anew in new
-# processes, the other one first.
-BLOCK = 5
 
 
 class Row(NamedTuple):
@@ -77,7 +75,7 @@ def measure(sides: list[dict[str, Any]], null_sides: list[dict[str, Any]] | None
     settings = {**settings, "max_channels": max(settings["channels"])}
     _phase(measured, "wire", sides, rows, settings, repeat)
     if null_sides is not None:
-        rows = wire_rows(settings["sizes"], settings["channels"], settings["rate_count"], prefix="control path alone: ")
+        rows = wire_rows(settings["sizes"], settings["channels"], settings["rate_count"], prefix="no mover: ")
         _phase(measured, "null", null_sides, rows, settings, repeat)
     rows = [Row("calls", name, "s", True, ("calls",)) for name in ("dispatch", "combine")]
     _phase(measured, "calls", sides, rows, settings, repeat)

@@ -6,6 +6,7 @@ import numpy as np
 
 MIN_REPEATS = 20  # fewer give numbers but no verdict
 CONFIDENCE = 0.95
+BLOCK = 2  # repeats that share what is made anew between blocks: processes, memory, places of threads
 _RESAMPLES = 4000
 
 
@@ -25,7 +26,8 @@ def compare(a: Any, b: Any, *, lower_is_better: bool, seed: int = 0) -> Comparis
     """Medians, their percentile-bootstrap intervals, and a verdict.
 
     Repeat ``i`` measured A and B one right after the other, so repeats are resampled as pairs: what slowed both down
-    does not count as a difference.
+    does not count as a difference. Repeats of one block (:data:`BLOCK`) had the same luck, so whole blocks are
+    resampled: luck must repeat itself before it counts as one.
 
     Parameters
     ----------
@@ -48,7 +50,10 @@ def compare(a: Any, b: Any, *, lower_is_better: bool, seed: int = 0) -> Comparis
         raise ValueError(f"a and b have shapes {first.shape} and {second.shape}; expected one equal, not empty length")
     if not (np.isfinite(first).all() and np.isfinite(second).all() and (first > 0).all() and (second > 0).all()):
         raise ValueError("a and b must be finite and more than 0")
-    picks = np.random.default_rng(seed).integers(0, len(first), (_RESAMPLES, len(first)))
+    starts = np.arange(0, len(first), BLOCK)
+    chosen = np.random.default_rng(seed).choice(starts, (_RESAMPLES, len(starts)))
+    # The last block may be short; its missing places repeat its last repeat.
+    picks = np.minimum(chosen[:, :, None] + np.arange(BLOCK), len(first) - 1).reshape(_RESAMPLES, -1)
     of_a, of_b = np.median(first[picks], axis=1), np.median(second[picks], axis=1)
     median_a, median_b = float(np.median(first)), float(np.median(second))
     ratios, ratio = (of_a / of_b, median_a / median_b) if lower_is_better else (of_b / of_a, median_b / median_a)
