@@ -155,6 +155,7 @@ Status Waiter::wait(int peer, const std::byte* word, uint64_t value,
   int64_t next_interrupt = pending.start_ns + kInterruptEvery;
   int64_t sleep = kFirstSleep;
   while (true) {
+    if (setup_.look) setup_.look(setup_.look_arg);
     if (pending.ready()) return {};
     if (aborted_.load(std::memory_order_acquire)) return aborted();
     if (Status lost = loss(pending); !lost.ok()) return lost;

@@ -32,6 +32,9 @@ class Waiter {
     Liveness* liveness = nullptr;
     Bell* bell = nullptr;  // rung by whoever adds to a word; null: sleeps back off instead
     WaitPolicy policy;
+    // Called by waiting threads between their looks at the word, where nobody else makes progress.
+    void (*look)(void*) = nullptr;
+    void* look_arg = nullptr;
   };
 
   void setup(const Setup& setup) noexcept { setup_ = setup; }

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "common/rdma/rdma.hpp"
+#include "common/rdma/endpoint.hpp"
 #include "epcomm/backend.hpp"
 #include "softhca/provider.hpp"
 
@@ -37,9 +37,9 @@ struct Stats {
 };
 
 // What this backend has beyond the interface, for the face that shows it.
-class IbrcBackend : public Backend {
+class IbrcBackend : public common::RdmaEndpoint {
  public:
-  virtual std::string plan_json() const = 0;  // Rdma's; "" before connect()
+  using RdmaEndpoint::RdmaEndpoint;
   virtual Stats stats() const noexcept = 0;
 };
 

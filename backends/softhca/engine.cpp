@@ -182,7 +182,7 @@ Port::Verdict Port::check(const Qp& qp, const Segment* segment, uint64_t number)
         shaped &= control.opcode != mlx5::kRead && bytes <= mlx5::kMaxInline &&
                   control.units == 2 + (4 + bytes + 15) / 16;
       } else {
-        shaped &= control.units == 3;
+        shaped &= control.units == 3 && count != 0;  // 0 would mean 2 GiB
         if (count > mlx5::kMaxMessage) return {mlx5::kLocalLength, kTooLong};
       }
       break;

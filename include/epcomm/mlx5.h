@@ -125,10 +125,16 @@ EPCOMM_HD Segment atomic_segment(uint64_t swap_or_add, uint64_t compare) {
 
 constexpr Segment kEmptySegment = {0, 0, 0, 0};
 
+// Without bytes there is no data segment: a byte count of 0 would mean 2 GiB.
+EPCOMM_HD Block message(uint8_t opcode, uint16_t index, uint32_t qpn, uint8_t flags,
+                        const Remote& remote, const Local& local, uint32_t bytes, uint32_t imm) {
+  return {control(index, opcode, qpn, bytes ? 3 : 2, flags, imm), remote_segment(remote),
+          bytes ? data_segment(local, bytes) : kEmptySegment, kEmptySegment};
+}
+
 EPCOMM_HD Block write(uint16_t index, uint32_t qpn, uint8_t flags, const Remote& to,
                       const Local& from, uint32_t bytes) {
-  return {control(index, kWrite, qpn, 3, flags), remote_segment(to), data_segment(from, bytes),
-          kEmptySegment};
+  return message(kWrite, index, qpn, flags, to, from, bytes, 0);
 }
 
 // A write of nothing: it only asks whether the peer is there. A data segment of 0 bytes would mean
@@ -140,14 +146,12 @@ EPCOMM_HD Block write_empty(uint16_t index, uint32_t qpn, uint8_t flags, const R
 // `imm` in network order.
 EPCOMM_HD Block write_imm(uint16_t index, uint32_t qpn, uint8_t flags, const Remote& to,
                           const Local& from, uint32_t bytes, uint32_t imm) {
-  return {control(index, kWriteImm, qpn, 3, flags, imm), remote_segment(to),
-          data_segment(from, bytes), kEmptySegment};
+  return message(kWriteImm, index, qpn, flags, to, from, bytes, imm);
 }
 
 EPCOMM_HD Block read(uint16_t index, uint32_t qpn, uint8_t flags, const Remote& from,
                      const Local& to, uint32_t bytes) {
-  return {control(index, kRead, qpn, 3, flags), remote_segment(from), data_segment(to, bytes),
-          kEmptySegment};
+  return message(kRead, index, qpn, flags, from, to, bytes, 0);
 }
 
 // A write that carries its bytes, kMaxInline at most; they are read now.

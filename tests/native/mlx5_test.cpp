@@ -86,6 +86,9 @@ void test_vectors() {
                "00000910 00004203 00000000 00000000 01020304 05060708 a1a2a3a4 00000000 "
                "40000000 b1b2b3b4 11121314 15161718 ",
                "read");
+  block = mlx5::write(9, 0x42, mlx5::kSignalled, to, from, 0);
+  expect_bytes(&block, "00000908 00004202 00000008 00000000 01020304 05060708 a1a2a3a4 00000000 ",
+               "write of nothing");
   const uint32_t record = mlx5::record_value(0x1fffe);
   expect_bytes(&record, "0000fffe ", "record");
   const uint64_t doorbell = mlx5::doorbell_value(0x1fffe, 0x123456);
@@ -146,7 +149,7 @@ void test_against_mlx5dv(uint64_t seed, int64_t requests) {
     if (random.one_in(4)) flags |= MLX5_WQE_CTRL_SOLICITED;
     const mlx5::Remote to{random.next(), uint32_t(random.next())};
     const mlx5::Local from{random.next(), uint32_t(random.next())};
-    const uint32_t bytes = uint32_t(random.below((1 << 30) + 1));
+    const uint32_t bytes = 1 + uint32_t(random.below(1 << 30));
     const uint64_t a = random.next(), b = random.next();
     const uint32_t imm = uint32_t(random.next());
     alignas(64) unsigned char wanted[64] = {};

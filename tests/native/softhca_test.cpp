@@ -90,6 +90,13 @@ void test_verbs() {
   wc = wait_one(qa->send_cq);
   EXPECT(wc.opcode == IBV_WC_RDMA_READ && std::equal(a.words(), a.words() + 1024, a.words() + 8192),
          "read");
+  ibv_send_wr nothing{}, *bad = nullptr;
+  nothing.wr_id = 17;
+  nothing.opcode = IBV_WR_RDMA_WRITE;
+  nothing.send_flags = IBV_SEND_SIGNALED;
+  EXPECT(ibv_post_send(qa, &nothing, &bad) == 0, "a write of nothing");
+  wc = wait_one(qa->send_cq);
+  EXPECT(wc.wr_id == 17 && wc.status == IBV_WC_SUCCESS, "a write of nothing: %d", int(wc.status));
   // More than fits is refused, not overwritten.
   int posted = 0;
   while (post(qa, IBV_WR_RDMA_WRITE, 100, a.address(), a.key(), 8, b.address(), b.key(),
