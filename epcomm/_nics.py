@@ -74,7 +74,7 @@ class Place:
 
     def told(self) -> dict[str, Any]:
         """What the other ranks need to know; JSON can hold it."""
-        return {"host": self.host, "near": self.near}
+        return {"host": self.host, "near": self.near, "shared": self.provider != "soft"}
 
     def problem(self) -> str | None:
         """Why this rank has no port to use, with the reason against each; None if it has."""
@@ -287,7 +287,7 @@ def look(
     cpus : ints, optional
         CPUs of this rank; default those it may run on.
     mlx5_only : bool
-        Whether only devices of that driver serve, as for work requests that a GPU writes.
+        Whether only devices of that driver serve, as for work requests that a GPU writes; the software HCA does too.
     soft_ports : int
         Number of the software HCA's devices, where that was asked for.
     environ : mapping, optional
@@ -306,17 +306,16 @@ def look(
     version = config.get("EPCOMM_IB_ROCE_VERSION", environ)
     family = config.get("EPCOMM_IB_ADDR_FAMILY", environ)
     if provider == "soft":
-        # Every process has its own, so no other rank shares them.
         port = Port(1, "ACTIVE", "LinkUp", "soft", 0.0, (Gid(0, ipaddress.IPv6Address(0), 0),))
         devices = [Device(f"soft{i}", "soft", "CA", (), -1, (port,)) for i in range(soft_ports)]
-        host, index = f"{host_id()} {os.getpid()}", 0
+        index = 0
     else:
-        devices, host = _sysfs.devices(root), host_id()
+        devices = _sysfs.devices(root)
     found = [Found(device, port) for device in devices for port in device.ports]
-    place = Place(host, "soft" if provider == "soft" else "verbs", found, [], {}, rows, wanted=wanted.text)
+    place = Place(host_id(), "soft" if provider == "soft" else "verbs", found, [], {}, rows, wanted=wanted.text)
     _check_names(found, wanted, rows, place)
     for one in found:
-        one.refused = _refusal(one, wanted, mlx5_only or provider == "mlx5")
+        one.refused = _refusal(one, wanted, provider == "mlx5" or (mlx5_only and provider != "soft"))
         try:
             one.gid = None if one.refused else choose_gid(one.port, index, version, family)
         except LookupError as error:
@@ -456,6 +455,9 @@ def _shares(told: Sequence[Mapping[str, Any]], local: Sequence[int]) -> dict[int
     shares = {}
     for rank in local:
         near = list(told[rank]["near"])
+        if not told[rank]["shared"]:  # every process has its own software HCA
+            shares[rank] = near
+            continue
         alike = [other for other in local if told[other]["near"] == told[rank]["near"]]
         position, number = alike.index(rank), len(near)
         share = max(1, (position + 1) * number // len(alike) - position * number // len(alike))

@@ -301,7 +301,7 @@ def test_near_sets_that_overlap_share_by_use(sysfs):
     for i in range(2):
         sysfs.nic(f"mlx5_{i}", place(i))
     seen = look(sysfs)
-    told = [{"host": seen.host, "near": ["mlx5_0"]}, seen.told(), seen.told()]
+    told = [{**seen.told(), "near": ["mlx5_0"]}, seen.told(), seen.told()]
     assert [ports(_nics.decide(seen, told, rank)) for rank in (1, 2)] == [["mlx5_1:1"], ["mlx5_0:1"]]
 
 
@@ -369,9 +369,12 @@ def test_a_malformed_map_is_refused(sysfs, text):
 
 def test_soft_devices_are_each_ranks_own(sysfs):
     sysfs.nic("mlx5_0", place(0))
-    seen = look(sysfs, EPCOMM_IB_PROVIDER="soft", soft_ports=3)
+    seen = look(sysfs, EPCOMM_IB_PROVIDER="soft", soft_ports=3, mlx5_only=True)
     assert seen.provider == "soft"
-    assert decide(seen).paths == [("soft0", 1, 0), ("soft1", 1, 0), ("soft2", 1, 0)]
+    for rank in range(2):
+        assert decide(seen, seen, rank=rank).paths == [("soft0", 1, 0), ("soft1", 1, 0), ("soft2", 1, 0)]
+    mapped = look(sysfs, EPCOMM_IB_PROVIDER="soft", EPCOMM_IB_MAP="1=soft1;0=soft0")
+    assert [ports(decide(mapped, mapped, rank=rank)) for rank in range(2)] == [["soft0:1"], ["soft1:1"]]
     assert ports(decide(look(sysfs, EPCOMM_IB_PROVIDER="soft", EPCOMM_IB_HCA="soft1"))) == ["soft1:1"]
     assert look(sysfs).provider == "verbs"  # `auto` never takes it
 

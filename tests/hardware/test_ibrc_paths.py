@@ -1,0 +1,139 @@
+"""Whole communicators over `ibrc`: ranks with other ports, MTUs and depths than their peers; one whose ports are not
+there (B57 for what NICs add: all raise what it has to say, or all fall back). On the software HCA.
+"""
+
+import os
+
+import pytest
+from helpers import job_calls
+from helpers.job import Jobs
+from helpers.job_calls import close, create, once
+
+pytest.importorskip("epcomm._ibrc", reason="backend ibrc: not built")
+SOFT = {"EPCOMM_IB_PROVIDER": "soft", "EPCOMM_SOFTHCA_PORTS": "3", "EPCOMM_NUM_THREADS": "1"}
+ODD = 1  # the rank that is not like the others
+NAMES = ("EPCOMM_IB_HCA", "EPCOMM_IB_MAP", "EPCOMM_IB_MTU", "EPCOMM_IB_DEPTH", "EPCOMM_IB_GID_INDEX",
+         "EPCOMM_IB_PROVIDER", "EPCOMM_BACKEND")
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    made = Jobs()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def three(jobs):
+    yield jobs.fresh(3, "ibrc", env=SOFT)
+    jobs.end_fresh()
+
+
+def settings(here, variables, rank=ODD):
+    """Variables of one rank; whatever it had before goes."""
+    if here.rank == rank:
+        for name in NAMES:
+            os.environ.pop(name, None)
+        os.environ.update({"EPCOMM_IB_PROVIDER": "soft", **variables})
+
+
+def plan(here):
+    return here.state["comm"].plan()
+
+
+def name_of(here):
+    return here.state["comm"].backend
+
+
+def works(ranks):
+    """One call each way; the plan of each rank."""
+    ranks.values(create)
+    ranks.values(once, way="expert")
+    ranks.values(once, way="rank, zero copy")
+    plans = ranks.values(plan)
+    ranks.values(close)
+    for left in ranks.values(job_calls.what_is_left):
+        assert left["mappings"] == 0 and left["threads"] == 1, left
+    return plans
+
+
+def pairs(rows, peer):
+    return {row["channel"]: row for row in rows if row["peer"] == peer}
+
+
+def agree(plans):
+    """Both ends of each queue pair tell the same of it."""
+    for rank, rows in enumerate(plans):
+        for peer in range(len(plans)):
+            if peer == rank:
+                continue
+            mine, theirs = pairs(rows, peer), pairs(plans[peer], rank)
+            assert set(mine) == set(theirs)
+            for channel, row in mine.items():
+                other = theirs[channel]
+                assert (row["remote_device"], row["remote_qpn"]) == (other["device"], other["qpn"])
+                assert (row["remote_gid"], row["mtu"]) == (other["gid"], other["mtu"])
+
+
+def test_every_port_carries_data(three):
+    plans = works(three)
+    agree(plans)
+    for rank, rows in enumerate(plans):
+        for peer in range(3):
+            if peer != rank:
+                data = [row["device"] for row in pairs(rows, peer).values() if row["kind"] == "data"]
+                assert data == ["soft0", "soft1", "soft2"]
+                assert [row["kind"] for row in pairs(rows, peer).values()] == ["data"] * 3 + ["control"]
+
+
+@pytest.mark.parametrize("variables", [{"EPCOMM_IB_HCA": "=soft1"}, {"EPCOMM_IB_MAP": "*=soft2,soft0"}])
+def test_ranks_with_other_ports(three, variables):
+    three.values(settings, variables=variables)
+    plans = works(three)
+    agree(plans)
+    wanted = {"EPCOMM_IB_HCA": ["soft1"] * 3, "EPCOMM_IB_MAP": ["soft2", "soft0", "soft2"]}[next(iter(variables))]
+    assert [row["device"] for row in pairs(plans[ODD], 0).values() if row["kind"] == "data"] == wanted
+    assert [row["remote_device"] for row in pairs(plans[0], ODD).values() if row["kind"] == "data"] == wanted
+
+
+def test_ranks_with_another_mtu_and_depth(three):
+    three.values(settings, variables={"EPCOMM_IB_MTU": "1024", "EPCOMM_IB_DEPTH": "16"})
+    plans = works(three)
+    agree(plans)
+    assert {row["mtu"] for row in pairs(plans[0], ODD).values()} == {1024}
+    assert {row["depth"] for row in pairs(plans[ODD], 0).values()} == {16}
+    assert {row["depth"] for row in pairs(plans[0], ODD).values()} == {256}
+    assert {row["mtu"] for row in pairs(plans[0], 2).values()} == {row["mtu"] for row in pairs(plans[2], 0).values()}
+
+
+@pytest.mark.parametrize(("variables", "kind", "part"), [
+    ({"EPCOMM_IB_HCA": "nope"}, "InvalidArgumentError", "takes none of the devices here: soft0:1, soft1:1, soft2:1"),
+    ({"EPCOMM_IB_HCA": "soft0:"}, "InvalidArgumentError", "EPCOMM_IB_HCA='soft0:'"),
+    ({"EPCOMM_IB_MAP": "7=soft1"}, "InvalidArgumentError", "no row for rank 1 of this host"),
+    ({"EPCOMM_IB_MTU": "1500"}, "InvalidArgumentError", "EPCOMM_IB_MTU='1500'"),
+    ({"EPCOMM_IB_DEPTH": "17"}, "InvalidArgumentError", "EPCOMM_IB_DEPTH='17'"),
+])  # fmt: skip
+def test_b57_one_rank_is_set_wrongly(three, variables, kind, part):
+    three.values(settings, variables=variables)
+    for answer in three.run(create, timeout_s=10):
+        assert answer.failure is not None and answer.failure.kind == kind, answer
+        assert f"rank {ODD}" in answer.failure.text and part in answer.failure.text, answer
+        assert answer.end - answer.start < 8
+    three.values(settings, variables={})
+    works(three)
+
+
+def test_b57_one_rank_without_rdma(three):
+    """Named: all raise its reason. In a list, all take the next; the machine's own devices are not there on rank 1."""
+    from epcomm import _sysfs
+
+    if _sysfs.devices():
+        pytest.skip("this machine has RDMA devices")
+    three.values(settings, variables={"EPCOMM_IB_PROVIDER": "verbs"})
+    for answer in three.run(create, timeout_s=10):
+        assert answer.failure is not None and answer.failure.kind == "BackendUnavailableError", answer
+        assert f"rank {ODD}" in answer.failure.text and "RDMA" in answer.failure.text
+    three.values(create, timeout_s=10, backend="ibrc,shm")
+    assert three.values(name_of) == ["shm"] * 3
+    three.values(once, way="expert")
+    three.values(close)
