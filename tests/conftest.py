@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import re
 import sys
 import uuid
 from pathlib import Path
@@ -56,8 +57,11 @@ def pytest_generate_tests(metafunc):
 
 
 def _has_own(metafunc, name):
-    marks = metafunc.definition.iter_markers("parametrize")
-    return any(name in str(mark.args[0]).replace(" ", "").split(",") for mark in marks)
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        if name in (re.split(r"\s*,\s*", names) if isinstance(names, str) else names):
+            return True
+    return False
 
 
 @functools.cache

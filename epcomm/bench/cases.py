@@ -85,7 +85,7 @@ class EpcommCase:
         return seconds
 
     def describe(self) -> dict[str, Any]:
-        return {"backend": self.comm.backend, "rows_sent": self._workload.rows_sent}
+        return {"backend": self.comm.backend, "caps": sorted(self.comm.caps), "rows_sent": self._workload.rows_sent}
 
     def close(self) -> None:
         self.comm.close()

@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = Shape(arguments.mode, arguments.tokens, arguments.hidden, arguments.experts, arguments.topk,
                   arguments.dtype, arguments.layout, arguments.seed)
     settings = {"backend": arguments.backend, "sms": arguments.sms, "threads": arguments.threads,
-                "timeout_s": arguments.timeout_s, "baseline_buffers": arguments.baseline_buffers}
+                "timeout_s": arguments.timeout_s, "baseline_buffers": arguments.baseline_buffers,
+                "transport": not arguments.no_transport}
     try:
         measured = run.measure(shape, settings, arguments.ranks, arguments.repeat, arguments.baselines)
     except (_launch.RanksFailed, EpcommError) as error:
@@ -71,6 +72,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="gloo, mpi4py or none (default both, where installed)")
     parser.add_argument("--baseline-buffers", choices=("fresh", "kept"), default="fresh",
                         help="of gloo and mpi4py: made in each call, as such code is mostly written, or once")
+    parser.add_argument("--no-transport", action="store_true",
+                        help="leave out puts, signals and streams between ranks 0 and 1")
     parser.add_argument("--seed", type=int, default=1, help="of the routing (default 1)")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline of each step (default 120)")
     parser.add_argument("--json", metavar="FILE", help="write the report with all samples")

@@ -9,11 +9,13 @@ from epcomm.bench.workload import Shape, Workload
 class BenchRank:
     """A worker of :mod:`epcomm._launch` with one or more cases.
 
-    Requests are ``["trial", case]``, answered with seconds by operation, and ``["describe"]``.
+    Requests are ``["trial", case]``, answered with seconds by operation, ``["describe"]``, and ``["transport", …]``
+    with the arguments of :meth:`epcomm.bench.transport.TransportCase.measure`.
     """
 
     def __init__(self, place: Place, shape: dict[str, Any], settings: dict[str, Any], cases: list[str]) -> None:
         self._workload = Workload(Shape(**shape), place.rank, place.num_ranks)
+        self._place, self._settings = place, settings
         self._cases: dict[str, Any] = {}
         for case in cases:
             self._cases[case] = self._make(case, settings)
@@ -33,6 +35,12 @@ class BenchRank:
     def answer(self, request: list[str]) -> Any:
         if request[0] == "describe":
             return self._cases["epcomm"].describe()
+        if request[0] == "transport":
+            if "transport" not in self._cases:
+                from epcomm.bench import transport
+
+                self._cases["transport"] = transport.TransportCase(self._place, self._settings)
+            return self._cases["transport"].measure(*request[1:])
         return self._cases[request[1]].trial()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from epcomm import _console
 from epcomm._version import __version__
+from epcomm.bench import transport
 from epcomm.bench.run import Measured
 from epcomm.bench.workload import Shape
 
@@ -67,6 +68,7 @@ def build(shape: Shape, measured: Measured, repeat: int, baseline_buffers: str =
         "baseline_buffers": baseline_buffers,
         "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "load_before": measured.load},
         "operations": operations,
+        "transport": measured.transport,
         "skipped": measured.skipped,
         "verdict": verdict(operations, repeat),
         "definitions": DEFINITIONS,
@@ -127,6 +129,8 @@ def show(report: dict[str, Any]) -> None:
                f"{_console.human_bytes(moved['physical_bytes'])} physical")
     _console.print_table(title, ("operation", "case", "median ms", "p95 ms", "max ms", "logical GB/s", "physical GB/s",
                                  "share of floor"), rows, right=range(2, 8), caption=caption)
+    if report["transport"] is not None:
+        transport.show(report["transport"])
     for case, reason in report["skipped"].items():
         print(f"skipped {case}: {reason}")
     machine = report["machine"]
@@ -139,7 +143,8 @@ def show(report: dict[str, Any]) -> None:
         print("\n".join(report["verdict"]))
     if shape["mode"] == "decode":
         print("decode is measured with throughput calls: low-latency calls are still to come")
-    for name, meaning in report["definitions"].items():
+    own = transport.DEFINITIONS if report["transport"] is not None else {}
+    for name, meaning in (report["definitions"] | own).items():
         print(f"  {name}: {meaning}")
 
 

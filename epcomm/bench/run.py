@@ -8,6 +8,7 @@ from typing import Any
 
 from epcomm import _console, _launch, config
 from epcomm._bootstrap import launcher
+from epcomm.bench import transport
 from epcomm.bench.workload import Shape
 
 WORKER = "epcomm.bench.ranks:BenchRank"
@@ -26,6 +27,7 @@ class Measured:
     load: float  # processes that wanted a core in the minute before the run
     seconds: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    transport: list[dict[str, Any]] | None = None  # rows of `epcomm.bench.transport`
     speaks: bool = True  # whether this process is the one that reports
 
 
@@ -35,7 +37,8 @@ def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int,
     Parameters
     ----------
     shape, settings
-        What is measured and how: ``backend``, ``sms``, ``threads`` (``None``: cores / ranks) and ``timeout_s``.
+        What is measured and how: ``backend``, ``sms``, ``threads`` (``None``: cores / ranks), ``timeout_s``
+        and ``transport`` (whether it is measured too).
     num_ranks
         Ranks to start; a launcher's number wins.
     baselines
@@ -67,7 +70,22 @@ def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int,
                     if trial >= WARMUP:
                         _add(measured.seconds.setdefault(case, {}), answers)
                 show(trial + 1)
+        if settings["transport"]:
+            reason = _no_transport(measured)
+            if reason is None:
+                measured.transport = transport.measure(own.ask)
+            else:
+                measured.skipped["transport"] = reason
         return measured
+
+
+def _no_transport(measured: Measured) -> str | None:
+    """Why the transport is not measured, the same on all ranks."""
+    if measured.num_ranks < 2:
+        return "one rank has no peer"
+    if "host_put" not in measured.described[0]["caps"]:
+        return f"no host thread drives backend {measured.described[0]['backend']}"
+    return None
 
 
 def _options(shape: Shape, settings: dict[str, Any], local_ranks: int, cases: list[str]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import pytest
 from epcomm import _launch, config
 from epcomm.bench import cases, cli, report, run, workload
 
-TINY = ["--tokens", "33", "--hidden", "72", "--experts", "10", "--topk", "3"]
+SHAPE = ["--tokens", "33", "--hidden", "72", "--experts", "10", "--topk", "3"]
+TINY = [*SHAPE, "--no-transport"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +31,9 @@ def shape(**changed):
     ("train", "rank", "bfloat16", 2), ("train", "expert", "float32", 3), ("decode", "expert", "float16", 2)])
 def test_runs_through(tmp_path, capsys, backend, mode, layout, dtype, ranks):
     file = tmp_path / "report.json"
-    assert cli.main(["--mode", mode, "--layout", layout, "--dtype", dtype, "--ranks", str(ranks), "--repeat", "5",
-                     "--backend", backend, "--baselines", "none", "--json", str(file), *TINY]) == 0
+    kinds = ["--mode", mode, "--layout", layout, "--dtype", dtype, *(SHAPE if mode == "train" else TINY)]
+    assert cli.main(["--ranks", str(ranks), "--repeat", "5", "--backend", backend, "--baselines", "none",
+                     "--json", str(file), *kinds]) == 0
     told = json.loads(file.read_text())
     assert told["schema"] == report.SCHEMA
     assert told["num_ranks"] == ranks
@@ -50,6 +52,11 @@ def test_runs_through(tmp_path, capsys, backend, mode, layout, dtype, ranks):
                 floor = told["operations"][report.FLOOR_OF[operation]]["cases"]["floor"]["median_s"]
                 assert numbers["share_of_floor"] == pytest.approx(floor / numbers["median_s"])
                 assert numbers["logical_gbs"] == pytest.approx(parts["logical_bytes"] / numbers["median_s"] / 1e9)
+    assert (told["transport"] is not None) == (mode == "train" and "transport" not in told["skipped"])
+    if told["transport"] is not None:
+        assert [row["messages"] > 0 and row["seconds_each"] > 0 for row in told["transport"]].count(True) == 14
+        for row in told["transport"]:
+            assert (row["gbs"] is None) == (not row["what"].startswith("stream")), row
     out = capsys.readouterr().out
     for word in ("share of floor", "dispatch: ", "combine: ", *report.DEFINITIONS):
         assert word in out
