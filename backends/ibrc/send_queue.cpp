@@ -230,9 +230,9 @@ void SendQueue::complete(uint64_t wr_id) noexcept {
 
 std::string SendQueue::describe(uint64_t request) noexcept {
   for (int32_t at = first_; at >= 0 && at != next_; at = channel().at(at).next) {
-    if (channel().at(at).end > request) return command_text(channel().at(at).command);
+    if (channel().at(at).end > request) return "a " + command_text(channel().at(at).command);
   }
-  return "empty write that asks whether it is there";
+  return "an empty write that asks whether it is there";
 }
 
 std::string SendQueue::fail(const ibv_wc* completion, const char* why) noexcept {
@@ -251,7 +251,7 @@ std::string SendQueue::fail(const ibv_wc* completion, const char* why) noexcept 
       char head[256];
       std::snprintf(head, sizeof head,
                     "queue pair %" PRIu32 " of channel %d to queue pair %" PRIu32
-                    " ended with %s (status %d, vendor code 0x%" PRIx32 ") at a ",
+                    " ended with %s (status %d, vendor code 0x%" PRIx32 ") in ",
                     rdma.qp->qp_num, rdma.channel, rdma.remote_qpn, why, int(completion->status),
                     completion->vendor_err);
       text = head + describe(request);

@@ -53,7 +53,8 @@ def run(backend, num_ranks, code, python=("-W", "always::ResourceWarning"), time
     """
     codes = [code] * num_ranks if isinstance(code, str) else code
     port = pool.free_port()
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EPCOMM_")}
+    kept = pool.SoftPlace.SETTINGS
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EPCOMM_") or name in kept}
     inherited[pool.SESSION_VARIABLE] = os.environ.get(pool.SESSION_VARIABLE, "")
     inherited |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "PYTHONFAULTHANDLER": "1"}
     processes, start = [], time.monotonic()

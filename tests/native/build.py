@@ -41,6 +41,8 @@ PROGRAMS = {
     "rdma_link": RDMA,
     "mlx5_test": [],
     "softhca_test": SOFT,
+    "proxy_test": ["backends/ibrc/proxy.cpp", "backends/ibrc/send_queue.cpp"],
+    "ibrc_test": ["backends/ibrc/*.cpp", "backends/common/*.cpp", "backends/common/rdma/*.cpp", *SOFT],
 }
 
 

@@ -68,6 +68,18 @@ def test_rdma(sanitize):
     check("rdma_test", sanitize)
 
 
+def test_proxy(sanitize):
+    """The command ring and the proxy over a scripted NIC."""
+    needs_verbs_headers()
+    check("proxy_test", sanitize)
+
+
+def test_ibrc(sanitize):
+    """The whole backend over the software HCA, ranks as threads."""
+    needs_verbs_headers()
+    check("ibrc_test", sanitize)
+
+
 def test_mlx5(sanitize):
     """A million work requests: rdma-core's bytes where its header is installed, else written down vectors."""
     check("mlx5_test", sanitize)

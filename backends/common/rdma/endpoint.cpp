@@ -346,9 +346,10 @@ void RdmaEndpoint::abort(const Status& why) noexcept {
 void RdmaEndpoint::note_lost(int peer, const std::string& why) noexcept {
   // The queue pairs of a peer that left or gave up end with it: that is no news.
   if (waiter_.peer_state(peer) != PeerState::kAlive) return;
-  liveness_.note_lost(peer, why);
   guarded([&] {
+    // Held over both, so that whoever has seen the loss finds the error.
     const std::lock_guard<std::mutex> lock(mutex_);
+    liveness_.note_lost(peer, why);
     if (!first_error_.ok()) return Status{};
     first_error_ =
         error(Code::kPeerLost, peer, "rank %d is lost: %s", peer, liveness_.why_lost(peer).c_str());

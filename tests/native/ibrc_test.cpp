@@ -1,0 +1,283 @@
+// The ibrc backend over the software HCA: several ranks in one process, each with proxies and NICs
+// of its own.
+//
+//   ibrc_test [--seed S] [--ops N]
+
+#include <dirent.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "check.hpp"
+#include "ibrc/factory.hpp"
+
+namespace epcomm::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr uint64_t kState = 0;     // [rank]
+constexpr uint64_t kWords = 4096;  // [channel]
+constexpr uint64_t kBack = 8192;   // [channel]
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+int open_files() {
+  int count = 0;
+  DIR* folder = opendir("/proc/self/fd");
+  EXPECT(folder, "/proc/self/fd");
+  while (readdir(folder)) ++count;
+  closedir(folder);
+  return count;
+}
+
+// Threads of ours: a sanitizer has one of its own.
+int our_threads() {
+  int count = 0;
+  DIR* folder = opendir("/proc/self/task");
+  EXPECT(folder, "/proc/self/task");
+  while (const dirent* entry = readdir(folder)) {
+    char name[16] = "";
+    if (FILE* file =
+            std::fopen((std::string("/proc/self/task/") + entry->d_name + "/comm").c_str(), "re")) {
+      if (std::fgets(name, sizeof name, file) && !std::strncmp(name, "epcomm", 6)) ++count;
+      std::fclose(file);
+    }
+  }
+  closedir(folder);
+  return count;
+}
+
+struct Setup {
+  int num_ranks = 2;
+  int num_channels = 2;
+  int ports = 2;
+  int threads = 0;
+  uint32_t depth = 64;
+  uint32_t queue_size = 64;
+  uint64_t heap_bytes = 1 << 18;
+  uint64_t seed = 0;   // of the model's disorder
+  std::string faults;  // of rank 0's NICs
+  double timeout_s = 60;
+};
+
+struct Ranks {
+  std::vector<std::unique_ptr<ibrc::IbrcBackend>> backends;
+
+  explicit Ranks(const Setup& setup) {
+    std::vector<std::string> infos(static_cast<size_t>(setup.num_ranks));
+    for (int rank = 0; rank < setup.num_ranks; ++rank) {
+      softhca::SoftHcaOptions soft;
+      soft.num_ports = setup.ports;
+      soft.seed = setup.seed;
+      if (rank == 0) soft.faults = setup.faults;
+      ibrc::Options options;
+      EXPECT_OK(ibrc::open_provider("soft", soft, &options.rdma.provider));
+      for (int port = 0; port < setup.ports; ++port) {
+        options.rdma.paths.push_back({"soft" + std::to_string(port), 1, 0});
+      }
+      options.rdma.num_ranks = setup.num_ranks;
+      options.rdma.rank = rank;
+      options.rdma.num_channels = setup.num_channels;
+      options.rdma.depth = setup.depth;
+      options.num_threads = setup.threads;
+      options.queue_size = setup.queue_size;
+      backends.push_back(ibrc::create(options));
+      EXPECT_OK(backends.back()->alloc_heap(setup.heap_bytes));
+      EXPECT_OK(backends.back()->export_info(&infos[size_t(rank)]));
+    }
+    run_ranks(setup.num_ranks, [&](int rank) {
+      Backend& backend = *backends[size_t(rank)];  // which has the default arguments
+      EXPECT_OK(backend.connect(rank, infos, kState, setup.timeout_s));
+    });
+  }
+  HostTransport& operator[](int rank) { return *backends[size_t(rank)]->host_transport(); }
+  void close() {
+    run_ranks(int(backends.size()), [&](int rank) { EXPECT_OK(backends[size_t(rank)]->close()); });
+  }
+};
+
+WaitSpec spec(double timeout_s = 60) { return {"test", "data", timeout_s, nullptr, nullptr}; }
+
+// put + signal both ways on every channel at once: log-uniform sizes from 8 bytes to 64 KiB, each
+// payload checked when its signal is seen. The place written is free again when the other side
+// has said so.
+void stress(uint64_t seed, int ops, const Setup& given) {
+  constexpr uint64_t kMost = 65536, kSlots = 4;
+  constexpr uint64_t kFrom = 65536;
+  Setup setup = given;
+  const int channels = setup.num_channels;
+  const uint64_t area = kMost * kSlots;
+  setup.heap_bytes = kFrom + uint64_t(channels) * 2 * area;
+  Ranks ranks(setup);
+  const int each = std::max(1, ops / channels / 2);
+  const auto size_of = [&](int me, int channel, int i) {
+    Random random(mix(seed, uint64_t(me), uint64_t(channel), uint64_t(i)));
+    const double exponent = 3 + 13 * double(random.below(1 << 20)) / (1 << 20);
+    return uint64_t(std::exp2(exponent)) / 8 * 8;
+  };
+  run_ranks(2 * channels, [&](int thread) {
+    const int me = thread / channels, channel = thread % channels, peer = 1 - me;
+    HostTransport& transport = ranks[me];
+    const uint64_t source = kFrom + uint64_t(channel) * 2 * area, target = source + area;
+    const uint64_t word = kWords + uint64_t(channel) * kSignalStride;
+    const uint64_t back = kBack + uint64_t(channel) * kSignalStride;
+    int checked = 0;
+    const auto check = [&](int i) {
+      EXPECT_OK(transport.wait(peer, word, uint64_t(i), spec()));
+      const std::byte* got = transport.heap() + target + uint64_t(i) % kSlots * kMost;
+      for (uint64_t b = 0; b < size_of(peer, channel, i); b += 8) {
+        uint64_t value;
+        std::memcpy(&value, got + b, 8);
+        const uint64_t want = mix(seed, uint64_t(peer) << 32 | uint64_t(channel), uint64_t(i)) + b;
+        EXPECT(value == want, "rank %d, channel %d: put %d has %llx at %d", me, channel, i,
+               (unsigned long long)value, int(b));
+      }
+      EXPECT_OK(transport.signal(peer, channel, back, 1));
+      checked = i;
+    };
+    for (int i = 1; i <= each; ++i) {
+      if (i > int(kSlots)) {
+        check(i - int(kSlots));
+        EXPECT_OK(transport.wait(peer, back, uint64_t(i) - kSlots, spec()));
+        EXPECT_OK(transport.quiet(peer, channel, spec()));  // the source is written again
+      }
+      const uint64_t at = uint64_t(i) % kSlots * kMost, bytes = size_of(me, channel, i);
+      for (uint64_t b = 0; b < bytes; b += 8) {
+        const uint64_t value = mix(seed, uint64_t(me) << 32 | uint64_t(channel), uint64_t(i)) + b;
+        std::memcpy(transport.heap() + source + at + b, &value, 8);
+      }
+      EXPECT_OK(transport.put_signal(peer, channel, target + at, source + at, bytes, word, 1));
+    }
+    for (int i = checked + 1; i <= each; ++i) check(i);
+    EXPECT_OK(transport.wait(peer, back, uint64_t(each), spec()));
+  });
+  const ibrc::Stats stats = ranks.backends[0]->stats();
+  std::printf("stress: %llu commands, %llu posts, %llu requests, %llu completions\n",
+              (unsigned long long)stats.commands, (unsigned long long)stats.posts,
+              (unsigned long long)stats.requests, (unsigned long long)stats.completions);
+  ranks.close();
+}
+
+// A rank that leaves, breaks or gives up is told apart; what had arrived still counts.
+void endings() {
+  Ranks ranks({});
+  EXPECT_OK(ranks[1].signal(0, 0, kWords, 1));
+  EXPECT_OK(ranks[1].quiet(0, 0, spec()));
+  EXPECT_OK(ranks[0].wait(1, kWords, 1, spec()));
+  Status late = ranks[0].wait(1, kWords, 2, spec(0.2));
+  EXPECT(late.code == Code::kTimeout && late.peer == 1, "%s", late.text.c_str());
+  // Rank 1 leaves at once after its last signal: close() sends both.
+  EXPECT_OK(ranks[1].signal(0, 0, kWords, 1));
+  EXPECT_OK(ranks[1].quiet(0, 0, spec()));
+  EXPECT_OK(ranks[1].signal(0, 2, kState + kSignalStride, uint64_t(PeerState::kLeft)));
+  EXPECT_OK(ranks.backends[1]->close());
+  EXPECT(!ranks.backends[1]->host_transport(), "closed");
+  EXPECT_OK(ranks[0].wait(1, kWords, 2, spec()));
+  const Status left = ranks[0].wait(1, kWords, 3, spec());
+  EXPECT(
+      left.code == Code::kPeerLost && left.peer == 1 && left.text.find("left") != std::string::npos,
+      "%s", left.text.c_str());
+  // What goes to a rank that left is nobody's error.
+  EXPECT_OK(ranks[0].put_signal(1, 0, 16384, 16384, 4096, kWords, 1));
+  EXPECT_OK(ranks[0].quiet(1, 0, spec()));
+  const auto start = Clock::now();
+  EXPECT_OK(ranks.backends[0]->close());
+  EXPECT_OK(ranks.backends[0]->close());
+  EXPECT(seconds_since(start) < 5, "closing took %.1f s", seconds_since(start));
+}
+
+// A work request that the NIC refuses: the waits of this rank name peer, queue pair and status.
+void faults() {
+  Setup setup;
+  setup.faults = "error wqe=20 syndrome=0x15 qp=0";
+  Ranks ranks(setup);
+  Status lost;
+  for (int i = 0; i < 200 && lost.ok(); ++i) {
+    EXPECT_OK(ranks[0].put_signal(1, 0, 16384, 16384, 64, kWords, 1));
+    lost = ranks[0].quiet(1, 0, spec());
+  }
+  EXPECT(lost.code == Code::kPeerLost && lost.peer == 1, "code %d: %s", int(lost.code),
+         lost.text.c_str());
+  for (const char* part : {"rank 1 is lost", "queue pair", "retry", "status 12", "of channel 0"}) {
+    EXPECT(lost.text.find(part) != std::string::npos, "'%s' lacks '%s'", lost.text.c_str(), part);
+  }
+  const Status wait = ranks[0].wait(1, kWords, 1, spec());
+  EXPECT(wait.code == Code::kPeerLost && wait.peer == 1, "%s", wait.text.c_str());
+  const Status first = ranks.backends[0]->async_error();
+  EXPECT(first.code == Code::kPeerLost && first.peer == 1, "%s", first.text.c_str());
+  EXPECT(ranks[0].peer_state(1) == PeerState::kDead, "state");
+  const auto start = Clock::now();
+  ranks.close();
+  EXPECT(seconds_since(start) < 10, "closing took %.1f s", seconds_since(start));
+}
+
+// Bad arguments are refused here; the own rank is a peer too; nothing is left behind.
+void arguments() {
+  Ranks ranks({});
+  HostTransport& transport = ranks[0];
+  const uint64_t size = transport.heap_bytes();
+  const auto refused = [](const Status& status, const char* part) {
+    EXPECT(status.code == Code::kInvalidArgument && status.text.find(part) != std::string::npos,
+           "code %d: %s", int(status.code), status.text.c_str());
+  };
+  refused(transport.put(2, 0, 0, 0, 8), "peer=2");
+  refused(transport.put(-1, 0, 0, 0, 8), "peer=-1");
+  refused(transport.put(1, 3, 0, 0, 8), "channel=3");
+  refused(transport.put(1, 0, size, 0, 8), "leaves the heap");
+  refused(transport.put(1, 0, 0, ~uint64_t(0), 8), "leaves the heap");
+  refused(transport.signal(1, 0, 4, 1), "word=4");
+  refused(transport.signal(1, 0, size, 1), "inside the heap");
+  EXPECT(!transport.peer_ptr(1, 0) && transport.peer_ptr(0, 0) == transport.heap(), "peer_ptr");
+  std::memset(transport.heap() + 16384, 7, 64);
+  EXPECT_OK(transport.put_signal(0, 0, 32768, 16384, 64, kWords, 5));
+  EXPECT_OK(transport.wait(0, kWords, 5, spec()));
+  EXPECT(transport.heap()[32768 + 63] == std::byte(7), "own rank");
+  transport.abort(error(Code::kPeerLost, -1, "enough"));
+  EXPECT(transport.wait(1, kWords, 9, spec()).text == "enough", "abort");
+  EXPECT_OK(transport.signal(1, 2, kWords, 1));  // a rank that gave up can still say so
+  EXPECT_OK(ranks[1].wait(0, kWords, 1, spec()));
+  ranks.close();
+}
+
+}  // namespace
+}  // namespace epcomm::testing
+
+int main(int argc, char** argv) {
+  using namespace epcomm::testing;
+  Options options(argc, argv);
+  const uint64_t seed = uint64_t(options.number("seed", 1));
+  const int ops = int(options.number("ops", 4000));
+  options.finish();
+  set_deadline(300);
+  const int files = open_files();
+  arguments();
+  endings();
+  faults();
+  {
+    Ranks ranks({});
+    EXPECT(our_threads() > 0, "the count counts nothing");
+    ranks.close();
+  }
+  Setup many;
+  many.num_channels = 8;
+  stress(seed, ops, many);
+  many.seed = seed + 1;  // the NICs do all that correct code must bear
+  stress(seed, ops / 2, many);
+  many.seed = 0;
+  many.ports = 1;
+  many.threads = 3;  // they share out the channels of one port
+  many.queue_size = 2;
+  many.depth = 16;
+  stress(seed, ops / 4, many);
+  EXPECT(open_files() == files, "descriptors are left");
+  EXPECT(our_threads() == 0, "threads are left");
+  std::printf("ibrc_test: ok\n");
+  return 0;
+}
