@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from epcomm import _arrays, _host, _nics, bootstrap, config, ops
+from epcomm import _arrays, _gpu, _host, _nics, bootstrap, config, ops
 from epcomm._registry import BACKENDS, Backend, capability_names
 from epcomm._version import __version__
 from epcomm.errors import (
@@ -398,13 +398,19 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
         "no backend works between all ranks: " + ("; ".join(refused) or "the request excludes every backend"))
 
 
-def _choose_nics(group: bootstrap.Group) -> tuple[dict[str, Any], list[int], list[tuple[int, dict]]]:
+def _choose_nics(
+    group: bootstrap.Group, backend: Backend, device: str
+) -> tuple[dict[str, Any], list[int], list[tuple[int, dict]]]:
     """The ports of NICs that this rank uses, as a backend's options; how many each rank has; every failure."""
     place: Any = None
 
     def look() -> dict[str, Any]:
         nonlocal place
-        place = _nics.look(soft_ports=config.get("EPCOMM_SOFTHCA_PORTS"))
+        place = _nics.look(
+            gpu=None if device == "cpu" else _gpu.pci_address(index_of(device)),
+            mlx5_only=backend.needs_mlx5,
+            soft_ports=config.get("EPCOMM_SOFTHCA_PORTS"),
+        )
         return place.told()
 
     options: dict[str, Any] = {}
@@ -440,7 +446,7 @@ def _start(
     on_gpu = device != "cpu"
     over_nics: dict[str, Any] = {}
     if _row(name).needs_nics:
-        over_nics, paths, failures = _choose_nics(group)
+        over_nics, paths, failures = _choose_nics(group, _row(name), device)
         if failures:
             return None, failures
         if made["num_channels"] is None:

@@ -1,10 +1,29 @@
 """What a call needs of the framework that its GPU arrays come from: current streams, small conversions."""
 
+import ctypes
 import sys
 from typing import Any
 
 from epcomm import _arrays
 from epcomm.errors import InvalidArgumentError
+
+
+def pci_address(device: int) -> str | None:
+    """Where a GPU sits, such as ``0000:17:00.0``; None if the driver does not say."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    handle, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+    calls = (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDeviceGet(ctypes.byref(handle), device),
+        lambda: driver.cuDeviceGetPCIBusId(text, len(text), handle),
+    )
+    try:
+        return None if any(call() for call in calls) else text.value.decode().lower()
+    except AttributeError:  # a library without that function
+        return None
 
 
 def handle_of(stream: Any, name: str) -> int:

@@ -14,6 +14,7 @@ class Backend(NamedTuple):
     headers: tuple[str, ...] = ()  # looked for by setup.py; a missing one skips the backend
     libraries: tuple[str, ...] = ()
     needs_cuda: bool = False
+    needs_mlx5: bool = False  # of NICs only those; the software HCA is one
     needs_nics: bool = False  # goes through NICs, or the software HCA: _nics.py chooses ports, build links RDMA parts
 
 

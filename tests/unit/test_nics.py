@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from helpers import fake_cuda
 from helpers.sysfs import GLOBAL, IPV4, LINK_LOCAL, ROCE_GIDS, Sysfs
 
 from epcomm import BackendUnavailableError, InvalidArgumentError, _nics, _sysfs
@@ -319,6 +320,28 @@ def test_cpus_stand_in_for_a_gpu(sysfs):
 def test_an_unknown_gpu_makes_all_equally_near(sysfs):
     sysfs.nic("mlx5_0", place(0)).nic("mlx5_1", place(1))
     assert look(sysfs, gpu="0000:ff:00.0").near == ["mlx5_0", "mlx5_1"]
+
+
+PCI_DRIVER = """
+#include <cstdio>
+extern "C" __attribute__((visibility("default"))) int cuInit(unsigned) { return 0; }
+extern "C" __attribute__((visibility("default"))) int cuDeviceGet(int* out, int index) {
+  *out = 40 + index;
+  return index < 2 ? 0 : 101;
+}
+extern "C" __attribute__((visibility("default"))) int cuDeviceGetPCIBusId(char* text, int bytes, int device) {
+  std::snprintf(text, size_t(bytes), "0000:AB:%02d.0", device);
+  return 0;
+}
+"""
+
+
+def test_where_a_gpu_sits_is_the_drivers_word():
+    code = "from epcomm import _gpu; print([_gpu.pci_address(i) for i in range(3)])"
+    with_driver = fake_cuda.python(code, fake_cuda.compile_library(PCI_DRIVER))
+    assert with_driver.stdout.strip() == "['0000:ab:40.0', '0000:ab:41.0', None]", with_driver.stderr
+    of_another_kind = fake_cuda.python(code, fake_cuda.compile_library("int unused;"))
+    assert of_another_kind.stdout.strip() == "[None, None, None]", of_another_kind.stderr
 
 
 # ---- the user's map (B47)
