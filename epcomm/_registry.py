@@ -23,6 +23,8 @@ BACKENDS = (
     Backend("shm", "shared memory of one host, driven by host threads"),
     Backend("ibrc", "RDMA between hosts, posted by a proxy thread on behalf of host threads",
             headers=("infiniband/verbs.h",), needs_nics=True),
+    Backend("ibgda", "RDMA between hosts, work requests built by the threads that compute",
+            headers=("infiniband/verbs.h",), needs_nics=True),
 )
 
 # What `ab` compares unless it is told otherwise.

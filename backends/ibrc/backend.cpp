@@ -239,9 +239,7 @@ Stats Ibrc::stats() const noexcept {
 
 Status open_provider(const std::string& name, const softhca::SoftHcaOptions& soft,
                      std::shared_ptr<common::VerbsProvider>* out) noexcept {
-  if (name == "verbs") return common::open_libibverbs(out);
-  if (name == "soft") return softhca::make_softhca(soft, out);
-  return error(Code::kInvalidArgument, -1, "provider=%s: expected verbs or soft", name.c_str());
+  return softhca::open_provider(name, soft, out);
 }
 
 Status probe(const std::string& provider) noexcept {

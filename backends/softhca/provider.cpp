@@ -89,37 +89,15 @@ ibv_wc_opcode opcode_of(uint8_t opcode) {
   }
 }
 
-const char* status_text(ibv_wc_status status) {
-  switch (status) {
-    case IBV_WC_SUCCESS:
-      return "success";
-    case IBV_WC_LOC_LEN_ERR:
-      return "local length error";
-    case IBV_WC_LOC_QP_OP_ERR:
-      return "local QP operation error";
-    case IBV_WC_LOC_PROT_ERR:
-      return "local protection error";
-    case IBV_WC_WR_FLUSH_ERR:
-      return "work request flushed";
-    case IBV_WC_BAD_RESP_ERR:
-      return "bad response";
-    case IBV_WC_LOC_ACCESS_ERR:
-      return "local access error";
-    case IBV_WC_REM_INV_REQ_ERR:
-      return "remote invalid request";
-    case IBV_WC_REM_ACCESS_ERR:
-      return "remote access error";
-    case IBV_WC_REM_OP_ERR:
-      return "remote operation error";
-    case IBV_WC_RETRY_EXC_ERR:
-      return "transport retry counter exceeded";
-    case IBV_WC_RNR_RETRY_EXC_ERR:
-      return "RNR retry counter exceeded";
-    case IBV_WC_REM_ABORT_ERR:
-      return "remote aborted";
-    default:
-      return "general error";
+uint8_t syndrome_of(ibv_wc_status status) {
+  for (int syndrome = 1; syndrome < 64; ++syndrome) {
+    if (status_of(uint8_t(syndrome)) == status) return uint8_t(syndrome);
   }
+  return 0;
+}
+
+const char* status_text(ibv_wc_status status) {
+  return status == IBV_WC_SUCCESS ? "success" : mlx5::syndrome_text(syndrome_of(status));
 }
 
 struct SoftQp {
@@ -180,8 +158,6 @@ int encode(const SoftQp& qp, const ibv_send_wr& wr, mlx5::Block* out) {
         *out = mlx5::read(index, qpn, flags, remote, local, bytes);
       } else if (wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) {
         *out = mlx5::write_imm(index, qpn, flags, remote, local, bytes, wr.imm_data);
-      } else if (bytes == 0) {
-        *out = mlx5::write_empty(index, qpn, flags, remote);
       } else if (wr.send_flags & IBV_SEND_INLINE) {
         if (bytes > qp.init.cap.max_inline_data) return EINVAL;
         *out = mlx5::write_inline(index, qpn, flags, remote,
@@ -672,6 +648,13 @@ Status make_softhca(const SoftHcaOptions& options,
     *out = std::make_shared<SoftProvider>(options, std::move(faults), spin_ns);
     return Status{};
   });
+}
+
+Status open_provider(const std::string& name, const SoftHcaOptions& soft,
+                     std::shared_ptr<common::VerbsProvider>* out) noexcept {
+  if (name == "verbs") return common::open_libibverbs(out);
+  if (name == "soft") return make_softhca(soft, out);
+  return error(Code::kInvalidArgument, -1, "provider=%s: expected verbs or soft", name.c_str());
 }
 
 }  // namespace epcomm::softhca

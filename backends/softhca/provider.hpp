@@ -25,4 +25,8 @@ struct SoftHcaOptions {
 Status make_softhca(const SoftHcaOptions& options,
                     std::shared_ptr<common::VerbsProvider>* out) noexcept;
 
+// "verbs": libibverbs; "soft": this model, for which `soft` is.
+Status open_provider(const std::string& name, const SoftHcaOptions& soft,
+                     std::shared_ptr<common::VerbsProvider>* out) noexcept;
+
 }  // namespace epcomm::softhca

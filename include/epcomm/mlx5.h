@@ -137,12 +137,6 @@ EPCOMM_HD Block write(uint16_t index, uint32_t qpn, uint8_t flags, const Remote&
   return message(kWrite, index, qpn, flags, to, from, bytes, 0);
 }
 
-// A write of nothing: it only asks whether the peer is there. A data segment of 0 bytes would mean
-// 2 GiB, so there is none.
-EPCOMM_HD Block write_empty(uint16_t index, uint32_t qpn, uint8_t flags, const Remote& to) {
-  return {control(index, kWrite, qpn, 2, flags), remote_segment(to), kEmptySegment, kEmptySegment};
-}
-
 // `imm` in network order.
 EPCOMM_HD Block write_imm(uint16_t index, uint32_t qpn, uint8_t flags, const Remote& to,
                           const Local& from, uint32_t bytes, uint32_t imm) {

@@ -9,6 +9,38 @@
 
 namespace epcomm::mlx5 {
 
+// Words for a syndrome, as verbs have them.
+inline const char* syndrome_text(uint8_t syndrome) {
+  switch (syndrome) {
+    case kLocalLength:
+      return "local length error";
+    case kLocalQp:
+      return "local QP operation error";
+    case kLocalProtection:
+      return "local protection error";
+    case kFlushed:
+      return "work request flushed";
+    case kBadResponse:
+      return "bad response";
+    case kLocalAccess:
+      return "local access error";
+    case kRemoteInvalid:
+      return "remote invalid request";
+    case kRemoteAccess:
+      return "remote access error";
+    case kRemoteOperation:
+      return "remote operation error";
+    case kRetryExceeded:
+      return "transport retry counter exceeded";
+    case kRnrRetryExceeded:
+      return "RNR retry counter exceeded";
+    case kRemoteAborted:
+      return "remote aborted";
+    default:
+      return "general error";
+  }
+}
+
 struct HostMemory {
   static uint64_t load(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
   static uint64_t acquire(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }

@@ -26,7 +26,7 @@ OPTIMISE = {"": ["-O2"], "thread": ["-O1"], "address,undefined": ["-O1", "-fno-s
 HOST = ["backends/host/*.cpp"]
 SHM = ["backends/shm/*.cpp", "backends/common/*.cpp"]
 RDMA = ["backends/common/rdma/*.cpp", "backends/common/*.cpp"]
-SOFT = ["backends/softhca/*.cpp"]
+SOFT = ["backends/softhca/*.cpp", "backends/common/rdma/*.cpp", "backends/common/*.cpp"]
 RANKS = ["tests/native/fabric.cpp", "tests/native/scenario.cpp", "tests/native/rank_runner.cpp"]
 # Programs that need more than this machine: `tests/rxe` runs them.
 ELSEWHERE = {"rdma_link"}
