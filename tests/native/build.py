@@ -27,9 +27,10 @@ HOST = ["backends/host/*.cpp"]
 SHM = ["backends/shm/*.cpp", "backends/common/*.cpp"]
 RDMA = ["backends/common/rdma/*.cpp", "backends/common/*.cpp"]
 SOFT = ["backends/softhca/*.cpp", "backends/common/rdma/*.cpp", "backends/common/*.cpp"]
+IBRC = ["backends/ibrc/*.cpp", *SOFT]
 RANKS = ["tests/native/fabric.cpp", "tests/native/scenario.cpp", "tests/native/rank_runner.cpp"]
 # Programs that need more than this machine: `tests/rxe` runs them.
-ELSEWHERE = {"rdma_link"}
+ELSEWHERE = {"rdma_link", "put_stress"}
 # Program: what it is linked from beside its own source.
 PROGRAMS = {
     "heap_test": [],
@@ -42,7 +43,8 @@ PROGRAMS = {
     "mlx5_test": [],
     "softhca_test": SOFT,
     "proxy_test": ["backends/ibrc/proxy.cpp", "backends/ibrc/send_queue.cpp"],
-    "ibrc_test": ["backends/ibrc/*.cpp", "backends/common/*.cpp", "backends/common/rdma/*.cpp", *SOFT],
+    "ibrc_test": IBRC,
+    "put_stress": IBRC,
 }
 
 

@@ -1,19 +1,19 @@
 // The ibrc backend over the software HCA: several ranks in one process, each with proxies and NICs
 // of its own.
 //
-//   ibrc_test [--seed S] [--ops N]
+//   ibrc_test [--seed S] [--puts N]
 
 #include <dirent.h>
 
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <memory>
 
 #include "check.hpp"
 #include "ibrc/factory.hpp"
+#include "put_stress.hpp"
 
 namespace epcomm::testing {
 namespace {
@@ -105,59 +105,11 @@ struct Ranks {
 
 WaitSpec spec(double timeout_s = 60) { return {"test", "data", timeout_s, nullptr, nullptr}; }
 
-// put + signal both ways on every channel at once: log-uniform sizes from 8 bytes to 64 KiB, each
-// payload checked when its signal is seen. The place written is free again when the other side
-// has said so.
-void stress(uint64_t seed, int ops, const Setup& given) {
-  constexpr uint64_t kMost = 65536, kSlots = 4;
-  constexpr uint64_t kFrom = 65536;
-  Setup setup = given;
-  const int channels = setup.num_channels;
-  const uint64_t area = kMost * kSlots;
-  setup.heap_bytes = kFrom + uint64_t(channels) * 2 * area;
+void stress(uint64_t seed, int puts, Setup setup) {
+  const PutStress work(setup.num_channels, puts / 2 / setup.num_channels, seed);
+  setup.heap_bytes = work.heap_bytes();
   Ranks ranks(setup);
-  const int each = std::max(1, ops / channels / 2);
-  const auto size_of = [&](int me, int channel, int i) {
-    Random random(mix(seed, uint64_t(me), uint64_t(channel), uint64_t(i)));
-    const double exponent = 3 + 13 * double(random.below(1 << 20)) / (1 << 20);
-    return uint64_t(std::exp2(exponent)) / 8 * 8;
-  };
-  run_ranks(2 * channels, [&](int thread) {
-    const int me = thread / channels, channel = thread % channels, peer = 1 - me;
-    HostTransport& transport = ranks[me];
-    const uint64_t source = kFrom + uint64_t(channel) * 2 * area, target = source + area;
-    const uint64_t word = kWords + uint64_t(channel) * kSignalStride;
-    const uint64_t back = kBack + uint64_t(channel) * kSignalStride;
-    int checked = 0;
-    const auto check = [&](int i) {
-      EXPECT_OK(transport.wait(peer, word, uint64_t(i), spec()));
-      const std::byte* got = transport.heap() + target + uint64_t(i) % kSlots * kMost;
-      for (uint64_t b = 0; b < size_of(peer, channel, i); b += 8) {
-        uint64_t value;
-        std::memcpy(&value, got + b, 8);
-        const uint64_t want = mix(seed, uint64_t(peer) << 32 | uint64_t(channel), uint64_t(i)) + b;
-        EXPECT(value == want, "rank %d, channel %d: put %d has %llx at %d", me, channel, i,
-               (unsigned long long)value, int(b));
-      }
-      EXPECT_OK(transport.signal(peer, channel, back, 1));
-      checked = i;
-    };
-    for (int i = 1; i <= each; ++i) {
-      if (i > int(kSlots)) {
-        check(i - int(kSlots));
-        EXPECT_OK(transport.wait(peer, back, uint64_t(i) - kSlots, spec()));
-        EXPECT_OK(transport.quiet(peer, channel, spec()));  // the source is written again
-      }
-      const uint64_t at = uint64_t(i) % kSlots * kMost, bytes = size_of(me, channel, i);
-      for (uint64_t b = 0; b < bytes; b += 8) {
-        const uint64_t value = mix(seed, uint64_t(me) << 32 | uint64_t(channel), uint64_t(i)) + b;
-        std::memcpy(transport.heap() + source + at + b, &value, 8);
-      }
-      EXPECT_OK(transport.put_signal(peer, channel, target + at, source + at, bytes, word, 1));
-    }
-    for (int i = checked + 1; i <= each; ++i) check(i);
-    EXPECT_OK(transport.wait(peer, back, uint64_t(each), spec()));
-  });
+  run_ranks(2, [&](int rank) { work.run(ranks[rank], rank); });
   const ibrc::Stats stats = ranks.backends[0]->stats();
   std::printf("stress: %llu commands, %llu posts, %llu requests, %llu completions\n",
               (unsigned long long)stats.commands, (unsigned long long)stats.posts,
@@ -253,7 +205,7 @@ int main(int argc, char** argv) {
   using namespace epcomm::testing;
   Options options(argc, argv);
   const uint64_t seed = uint64_t(options.number("seed", 1));
-  const int ops = int(options.number("ops", 4000));
+  const int puts = int(options.number("puts", 4000));
   options.finish();
   set_deadline(300);
   const int files = open_files();
@@ -267,15 +219,15 @@ int main(int argc, char** argv) {
   }
   Setup many;
   many.num_channels = 8;
-  stress(seed, ops, many);
+  stress(seed, puts, many);
   many.seed = seed + 1;  // the NICs do all that correct code must bear
-  stress(seed, ops / 2, many);
+  stress(seed, puts / 2, many);
   many.seed = 0;
   many.ports = 1;
   many.threads = 3;  // they share out the channels of one port
   many.queue_size = 2;
   many.depth = 16;
-  stress(seed, ops / 4, many);
+  stress(seed, puts / 4, many);
   EXPECT(open_files() == files, "descriptors are left");
   EXPECT(our_threads() == 0, "threads are left");
   std::printf("ibrc_test: ok\n");

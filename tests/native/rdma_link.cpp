@@ -10,12 +10,11 @@
 
 #include <atomic>
 #include <cstring>
-#include <fstream>
-#include <sstream>
 
 #include "check.hpp"
 #include "common/clock.hpp"
 #include "common/rdma/rdma.hpp"
+#include "meet.hpp"
 
 namespace epcomm::testing {
 namespace {
@@ -27,30 +26,6 @@ using common::RdmaQueue;
 constexpr uint64_t kBlock = 96 * 1024;  // more than one packet
 constexpr uint64_t kWords = 1 << 20;    // where the words begin
 constexpr uint64_t kHeapBytes = 2 << 20;
-
-std::string read_file(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
-
-// Bytes of this rank under a name, and everybody's in rank order.
-std::vector<std::string> all_gather(const std::string& folder, const std::string& name, int rank,
-                                    int num_ranks, const std::string& mine) {
-  const std::string base = folder + "/" + name + ".";
-  std::ofstream(base + std::to_string(rank) + ".part", std::ios::binary) << mine;
-  EXPECT(rename((base + std::to_string(rank) + ".part").c_str(),
-                (base + std::to_string(rank)).c_str()) == 0,
-         "rename: %d", errno);
-  std::vector<std::string> all;
-  for (int other = 0; other < num_ranks; ++other) {
-    const std::string path = base + std::to_string(other);
-    while (access(path.c_str(), R_OK) != 0) usleep(10000);
-    all.push_back(read_file(path));
-  }
-  return all;
-}
 
 uint8_t pattern(int from, int to, int channel, int round, uint64_t at) {
   return uint8_t(from * 31 + to * 17 + channel * 7 + round * 5 + at * 3 + (at >> 8));
