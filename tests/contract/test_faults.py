@@ -126,6 +126,7 @@ def test_b54_killed_between_entry_and_rows(job, way):
         ranks.start(rank, once, way=way)
     ranks.start(VICTIM, stall_inside, way=way)
     ranks.told(VICTIM)
+    time.sleep(0.05 * slack())  # its entry is posted, and arrives
     at = ranks.signal(VICTIM)
     for rank in (0, 1):
         answer = ranks.answer(rank)

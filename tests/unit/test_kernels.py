@@ -87,6 +87,50 @@ def test_every_unit_compiles_without_spills(nvrtc, unit, capability):
             assert taken.stack_bytes == taken.spill_bytes == 0, (name, taken)
 
 
+WIRES = ("nvlink", "ibgda")
+# Every member of a policy, and for `ibgda` the path for many posters too.
+WIRE_KERNEL = """
+using P = epcomm::device::EPCOMM_WIRE;
+extern "C" __global__ void epcomm_one(P::Ctx ctx, int peer, epcomm::uint64_t* out) {
+  P::put(ctx, peer, 0, 64, 128, 7168);
+  if (threadIdx.x == 0) P::signal(ctx, peer, 0, 8, 1);
+  P::put_signal(ctx, peer, 1, 64, 128, 7168, 16, 1);
+  if (threadIdx.x != 0) return;
+  epcomm::device::WaitInfo info;
+  out[0] = P::wait(ctx, peer, 8, 1, 0, &info) + P::quiet(ctx, peer, 0, 1000);
+  out[1] = info.seen + (P::peer_ptr(ctx, peer, 0) != nullptr);
+#ifdef MANY
+  using Q = epcomm::mlx5::Queue<epcomm::device::GpuMemory>;
+  auto* const queue = reinterpret_cast<epcomm::device::IbgdaQueue*>(ctx.queues);
+  const epcomm::uint64_t number = Q::reserve(&queue->numbers, 1);
+  while (!Q::has_room(queue->rings, &queue->numbers, number)) Q::poll_shared(queue->rings, &queue->numbers, 4);
+  const epcomm::uint8_t bytes[3] = {1, 2, 3};
+  Q::set(queue->rings, number, epcomm::mlx5::write_inline(number, queue->rings.qpn, 0, {64, 7}, bytes, 3));
+  while (!Q::is_next(&queue->numbers, number)) epcomm::device::GpuMemory::pause();
+  Q::commit(&queue->numbers, number, 1);
+  Q::ring_ready(queue->rings, &queue->numbers);
+#endif
+}
+"""
+
+
+@pytest.mark.parametrize("capability", kernels.ARCHS, ids=lambda pair: "sm_{}{}".format(*pair))
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_policy_compiles(nvrtc, tmp_path, monkeypatch, wire, capability):
+    monkeypatch.setattr(_paths, "cuda_dir", lambda: tmp_path)
+    (tmp_path / "one.cu").write_text(("#define MANY\n" if wire == "ibgda" else "") + WIRE_KERNEL)
+    unit = ONE._replace(includes=(f"epcomm/device/{wire}.cuh",), defines=(("EPCOMM_WIRE", wire),))
+    built = kernels.build(unit, kernels.arch_of(capability, nvrtc), nvrtc)
+    assert built.image.startswith(b"\x7fELF") and "warning" not in built.log.lower(), built.log
+
+
+@pytest.mark.parametrize("unit", [kernels.DISPATCH, kernels.COMBINE], ids=str)
+def test_the_engine_compiles_over_a_policy_without_pointers(nvrtc, unit):
+    over = unit._replace(includes=("epcomm/device/ibgda.cuh",), defines=(("EPCOMM_WIRE", "ibgda"),))
+    built = kernels.build(over, "sm_90a", nvrtc)
+    assert set(unit.kernels) <= set(built.resources) and "warning" not in built.log.lower(), built.log
+
+
 def test_units_name_files_and_kernels_that_there_are():
     files = {path.name for path in _paths.cuda_dir().glob("*.cu")}
     assert {unit.file for unit in kernels.UNITS} == files

@@ -1,7 +1,7 @@
 // What a kernel over `nvlink` is given, by value. The same text for g++, nvcc and NVRTC.
 #pragma once
 
-#include "epcomm/base.h"
+#include "epcomm/device/host_words.h"
 
 namespace epcomm::device {
 
@@ -10,7 +10,7 @@ struct NvlinkCtx {
   uint64_t heap;  // own heap
   uint64_t heap_bytes;
   uint64_t peers;       // uint64_t[num_ranks] in device memory: where each rank's heap begins
-  uint64_t host_words;  // NvlinkHostWords in pinned host memory
+  uint64_t host_words;  // HostWords in pinned host memory
   uint64_t state_word;  // offset of [rank] PeerState words, kSignalStride apart
   uint64_t timeout_ns;  // of a wait that names none
   int32_t rank;
@@ -20,11 +20,7 @@ struct NvlinkCtx {
 };
 static_assert(sizeof(NvlinkCtx) == 64, "kernels and host agree on it");
 
-// Written by the host, polled by waits. Followed by uint64_t dead[num_ranks], 1 once that rank's
-// process has ended; whether it had left before is said by its state word.
-struct NvlinkHostWords {
-  uint64_t abort;  // 0: all is well; 1 + rank: look at dead[]; kNvlinkAbort: abort() was called
-};
-constexpr uint64_t kNvlinkAbort = uint64_t(1) << 63;
+using NvlinkHostWords = HostWords;
+constexpr uint64_t kNvlinkAbort = kHostAbort;
 
 }  // namespace epcomm::device
