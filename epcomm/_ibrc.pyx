@@ -73,6 +73,7 @@ cdef extern from "ibrc/factory.hpp" namespace "epcomm::ibrc" nogil:
 
     cppclass IbrcBackend:
         string plan_json()
+        _cpp.Status break_queue(int peer, int channel)
         Stats stats()
 
     _cpp.Status open_provider(const string& name, const SoftHcaOptions& soft, shared_ptr[VerbsProvider]* out)
@@ -164,6 +165,14 @@ cdef class Backend(BackendBase):
         self.made()
         text = self.own.plan_json().decode()
         return json.loads(text)["rows"] if text else []
+
+    def _break_queue(self, peer: int, channel: int = 0) -> None:
+        """Bring a queue pair to the state ERROR, for tests."""
+        self.made()
+        cdef int c_peer = peer
+        cdef int c_channel = channel
+        with nogil:
+            check(self.own.break_queue(c_peer, c_channel))
 
     def proxy_stats(self) -> dict:
         """What the proxy threads did so far: ``commands``, ``posts`` (doorbells), ``requests`` and more."""

@@ -60,6 +60,11 @@ class RdmaEndpoint : public PairMember, public HostTransport {
 
   // For the face that shows it: Rdma's, "" before connect().
   std::string plan_json() const { return rank_ < 0 ? "" : rdma_.plan_json(); }
+  // For tests: Rdma's.
+  Status break_queue(int peer, int channel) noexcept {
+    EPCOMM_RETURN_IF_ERROR(check_use(peer, channel));
+    return rdma_.break_queue(peer, channel);
+  }
 
  protected:
   explicit RdmaEndpoint(const RdmaEndpointOptions& options) : options_(options) {}

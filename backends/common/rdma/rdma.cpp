@@ -436,6 +436,15 @@ double Rdma::retry_seconds() const noexcept {
   return (state_->retries + 1) * rdma::timer_seconds(state_->timer);
 }
 
+Status Rdma::break_queue(int peer, int channel) noexcept {
+  ibv_qp* qp = queue(peer, channel).qp;
+  if (qp == nullptr) return error(Code::kInvalidArgument, peer, "rank %d has no queue pair", peer);
+  ibv_qp_attr attr = {};
+  attr.qp_state = IBV_QPS_ERR;
+  const int failed = state_->provider().modify_qp(qp, &attr, IBV_QP_STATE);
+  return failed ? error(Code::kSystem, peer, "ibv_modify_qp to ERR: errno %d", failed) : Status{};
+}
+
 void Rdma::close() noexcept {
   if (state_->options.provider) state_->close();
 }

@@ -98,6 +98,9 @@ class Rdma {
   // allows four times that).
   double retry_seconds() const noexcept;
 
+  // As if this queue pair had failed, for tests of what happens then. Any thread.
+  Status break_queue(int peer, int channel) noexcept;
+
   // Queue pairs to ERROR first, so that nothing of a peer's is written any more; then everything in
   // reverse. Idempotent, bounded.
   void close() noexcept;
