@@ -87,7 +87,7 @@ def test_every_unit_compiles_without_spills(nvrtc, unit, capability):
             assert taken.stack_bytes == taken.spill_bytes == 0, (name, taken)
 
 
-WIRES = ("nvlink", "ibgda")
+WIRES = ("nvlink", "ibrc", "ibgda")
 # Every member of a policy, and for `ibgda` the path for many posters too.
 WIRE_KERNEL = """
 using P = epcomm::device::EPCOMM_WIRE;
@@ -124,9 +124,10 @@ def test_every_policy_compiles(nvrtc, tmp_path, monkeypatch, wire, capability):
     assert built.image.startswith(b"\x7fELF") and "warning" not in built.log.lower(), built.log
 
 
+@pytest.mark.parametrize("wire", ["ibrc", "ibgda"])
 @pytest.mark.parametrize("unit", [kernels.DISPATCH, kernels.COMBINE], ids=str)
-def test_the_engine_compiles_over_a_policy_without_pointers(nvrtc, unit):
-    over = unit._replace(includes=("epcomm/device/ibgda.cuh",), defines=(("EPCOMM_WIRE", "ibgda"),))
+def test_the_engine_compiles_over_a_policy_without_pointers(nvrtc, unit, wire):
+    over = unit._replace(includes=(f"epcomm/device/{wire}.cuh",), defines=(("EPCOMM_WIRE", wire),))
     built = kernels.build(over, "sm_90a", nvrtc)
     assert set(unit.kernels) <= set(built.resources) and "warning" not in built.log.lower(), built.log
 
