@@ -98,6 +98,8 @@ def backend_extensions():
         )
     built = []
     for backend in REGISTRY:
+        if backend.pair:
+            continue
         if names is not None and backend.name not in names:
             print(f"epcomm: backend {backend.name}: skipped: not in EPCOMM_BUILD_BACKENDS")
             continue
@@ -131,7 +133,8 @@ def shared_parts():
     """What several extensions are linked from: each takes the objects that it needs."""
     # What is linked later comes first: RDMA parts use common ones.
     names = {"epcomm_rdma": ["common/rdma/*.cpp", "softhca/*.cpp"], "epcomm_common": ["common/*.cpp"]}
-    if not any(backend.needs_nics and missing_header(backend.headers) is None for backend in REGISTRY):
+    headers = {header for backend in REGISTRY if backend.needs_nics for header in backend.headers}
+    if missing_header(sorted(headers)) is not None:
         del names["epcomm_rdma"]
     return [
         (

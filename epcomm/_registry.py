@@ -16,11 +16,14 @@ class Backend(NamedTuple):
     needs_cuda: bool = False
     needs_mlx5: bool = False  # of NICs only those; the software HCA is one
     needs_nics: bool = False  # goes through NICs, or the software HCA: _nics.py chooses ports, build links RDMA parts
+    pair: bool = False  # two others, near_far, joined by _pair.pyx: nothing of its own to build
 
 
 BACKENDS = (
     Backend("nvlink", "memory of GPUs of one host, driven by their kernels over NVLink or PCIe", needs_cuda=True),
     Backend("shm", "shared memory of one host, driven by host threads"),
+    Backend("shm_ibrc", "shared memory inside a node, RDMA posted by a proxy thread between nodes", needs_nics=True,
+            pair=True),
     Backend("ibrc", "RDMA between hosts, posted by a proxy thread on behalf of host threads",
             headers=("infiniband/verbs.h",), needs_nics=True),
     Backend("ibgda", "RDMA between hosts, work requests built by the threads that compute",

@@ -35,13 +35,13 @@ Status from_hex_text(int peer, const std::string& text, std::string* out) {
 
 class PairBackend final : public Backend, public HostTransport {
  public:
-  PairBackend(const char* name, std::unique_ptr<PairMember> near, std::unique_ptr<PairMember> far,
+  PairBackend(const std::string& name, PairMember* near, PairMember* far,
               const std::string& node_id)
-      : name_(name), node_id_(node_id), near_(std::move(near)), far_(std::move(far)) {}
+      : name_(name), node_id_(node_id), near_(near), far_(far) {}
   ~PairBackend() override { close(); }
 
   // Backend
-  const char* name() const noexcept override { return name_; }
+  const char* name() const noexcept override { return name_.c_str(); }
   uint32_t caps() const noexcept override {
     // Not kCapPeerLoadStore: that is a promise about every peer.
     return kCapHostPut | kCapIntraNode | kCapInterNode | kCapHostMemory |
@@ -96,8 +96,9 @@ class PairBackend final : public Backend, public HostTransport {
   bool is_near(int peer) const noexcept {
     return peer < 0 || size_t(peer) >= near_peers_.size() || near_peers_[size_t(peer)];
   }
-  HostTransport& near() noexcept { return *near_->host_transport(); }
-  HostTransport& far() noexcept { return *far_->host_transport(); }
+  // Of connected members; they refuse calls once closed, so these stay.
+  HostTransport& near() noexcept { return *near_transport_; }
+  HostTransport& far() noexcept { return *far_transport_; }
   HostTransport& of(int peer) noexcept { return is_near(peer) ? near() : far(); }
 
   // A member knows its own peers only. Where one ends a wait because a peer gave up, the peer that
@@ -114,12 +115,14 @@ class PairBackend final : public Backend, public HostTransport {
     return status;
   }
 
-  const char* const name_;
+  const std::string name_;
   const std::string node_id_;
-  std::unique_ptr<PairMember> near_;
-  std::unique_ptr<PairMember> far_;  // ends before the heap it registered
-  std::vector<bool> near_peers_;     // by rank; the own rank is near
+  PairMember* const near_;
+  PairMember* const far_;
+  std::vector<bool> near_peers_;  // by rank; the own rank is near
   std::string near_info_, far_info_;
+  HostTransport* near_transport_ = nullptr;
+  HostTransport* far_transport_ = nullptr;
   int rank_ = -1;
   bool connected_ = false;
 };
@@ -143,7 +146,7 @@ Status PairBackend::export_info(std::string* out) noexcept {
     info.set("node_id", "=" + hex(node_id_));  // values are not empty
     info.set("near", hex(near_info_));
     info.set("far", hex(far_info_));
-    return info.encode(name_, kInfoVersion, out);
+    return info.encode(name_.c_str(), kInfoVersion, out);
   });
 }
 
@@ -160,7 +163,8 @@ Status PairBackend::connect(int rank, const std::vector<std::string>& infos, uin
     near_peers_.assign(infos.size(), false);
     for (size_t peer = 0; peer < infos.size(); ++peer) {
       Info info;
-      EPCOMM_RETURN_IF_ERROR(Info::decode(infos[peer], int(peer), name_, kInfoVersion, &info));
+      EPCOMM_RETURN_IF_ERROR(
+          Info::decode(infos[peer], int(peer), name_.c_str(), kInfoVersion, &info));
       Status status;
       nodes[peer] = node_of(info, int(peer), &status);
       EPCOMM_RETURN_IF_ERROR(status);
@@ -180,6 +184,8 @@ Status PairBackend::connect(int rank, const std::vector<std::string>& infos, uin
         far_->connect(rank, far_infos, state_word, timeout_s, interrupted, interrupted_arg));
     EPCOMM_RETURN_IF_ERROR(
         near_->connect(rank, near_infos, state_word, timeout_s, interrupted, interrupted_arg));
+    near_transport_ = near_->host_transport();
+    far_transport_ = far_->host_transport();
     connected_ = true;
     return Status{};
   });
@@ -187,12 +193,11 @@ Status PairBackend::connect(int rank, const std::vector<std::string>& infos, uin
 
 }  // namespace
 
-std::unique_ptr<Backend> make_pair_backend(const char* name, std::unique_ptr<PairMember> near,
-                                           std::unique_ptr<PairMember> far,
-                                           const std::string& node_id) noexcept {
+std::unique_ptr<Backend> make_pair_backend(const std::string& name, PairMember* near,
+                                           PairMember* far, const std::string& node_id) noexcept {
   if (!near || !far) return nullptr;
   try {
-    return std::make_unique<PairBackend>(name, std::move(near), std::move(far), node_id);
+    return std::make_unique<PairBackend>(name, near, far, node_id);
   } catch (const std::bad_alloc&) {
     return nullptr;
   }

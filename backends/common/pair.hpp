@@ -29,9 +29,14 @@ class PairMember : public Backend {
   }
 };
 
-// Null if there is no memory for it. `name` is the pair's word, a literal.
-std::unique_ptr<Backend> make_pair_backend(const char* name, std::unique_ptr<PairMember> near,
-                                           std::unique_ptr<PairMember> far,
-                                           const std::string& node_id) noexcept;
+// The same object, or null if it cannot be half of a pair.
+inline PairMember* as_pair_member(Backend* backend) noexcept {
+  return dynamic_cast<PairMember*>(backend);
+}
+
+// Null if there is no memory for it. `name` is the pair's word. The members belong to the caller
+// and outlive the pair, which closes them.
+std::unique_ptr<Backend> make_pair_backend(const std::string& name, PairMember* near,
+                                           PairMember* far, const std::string& node_id) noexcept;
 
 }  // namespace epcomm::common

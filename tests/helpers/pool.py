@@ -149,7 +149,12 @@ class SoftPlace(LocalPlace):
     SETTINGS = {"EPCOMM_IB_PROVIDER": "soft"}
 
     def environment(self, rank, num_ranks, backend):
-        return dict(self.SETTINGS)
+        from epcomm._registry import BACKENDS
+
+        settings = dict(self.SETTINGS)
+        if any(row.pair and row.name == backend for row in BACKENDS):
+            settings["EPCOMM_NODE_ID"] = f"node{rank % 2}"  # near and far peers in turn
+        return settings
 
 
 def _rank_environment(rank, num_ranks, port):

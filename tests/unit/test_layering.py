@@ -90,6 +90,8 @@ def check_pyx(root):
     for path in files(root, "epcomm", {".pyx", ".pxd"}):
         own = path.stem.lstrip("_")
         folders = {"epcomm", own} if own in backend_names(root) else {"epcomm"} | ENGINES
+        if own == "pair":  # joins any two backends
+            folders = {"epcomm", "common"}
         for number, line in lines_of(path):
             match = re.match(r"\s*(?:from\s+([\w.]+)\s+)?cimport\s+(.+)", line)
             if match:
@@ -131,6 +133,8 @@ def check_registry(root):
     for path in [*files(root, "epcomm", {".py", ".pyx"}), root / "setup.py"]:
         if path.name == "_registry.py" or not path.is_file():
             continue
+        if path.suffix == ".py" and "_" in path.stem.lstrip("_") and path.stem.lstrip("_") in backend_names(root):
+            continue  # a pair names its halves
         for number, line in lines_of(path):
             if listed.search(line):
                 problems.append(f"{where(root, path, number)}: lists backends: {line.strip()}")
