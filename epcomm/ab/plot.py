@@ -51,7 +51,7 @@ def _bars(axis: Any, rows: list[dict], names: list[str]) -> None:
         spread = [[max(0.0, abs(row[side] - row[side + "_interval"][end])) / 1e3 for row in chosen] for end in (0, 1)]
         axis.bar([place + offset for place in range(len(chosen))], heights, 0.38, yerr=spread, color=colour, label=name,
                  ecolor="#404040", capsize=2)
-    labels = [("null mover\n" if row["group"] != "message rate" else "") + row["label"] for row in chosen]
+    labels = [("no mover\n" if row["group"] != "message rate" else "") + row["label"] for row in chosen]
     axis.set_xticks(range(len(chosen)), labels, fontsize=8, rotation=40, ha="right")
     _finish(axis, "message rate", "thousand put + signal per second")
 
