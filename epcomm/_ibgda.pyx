@@ -55,6 +55,7 @@ cdef extern from "ibgda/factory.hpp" namespace "epcomm::softhca" nogil:
 cdef extern from "ibgda/factory.hpp" namespace "epcomm::ibgda" nogil:
     struct Options:
         RdmaOptions rdma
+        cbool failover
         cbool shared
         string folder
         int64_t spin_us
@@ -67,6 +68,7 @@ cdef extern from "ibgda/factory.hpp" namespace "epcomm::ibgda" nogil:
         uint64_t merged
         uint64_t completions
         uint64_t probes
+        uint64_t replayed
         uint64_t full
 
     cppclass IbgdaBackend:
@@ -107,7 +109,8 @@ cdef class Backend(BackendBase):
         ``num_ranks``, ``rank``, ``num_channels`` (of data), ``provider`` (``verbs`` or ``soft``; default from
         ``EPCOMM_IB_PROVIDER``) and ``paths``, a list of (device, port, GID index): what queue pairs are made for.
         ``depth`` (of send queues; default ``EPCOMM_IB_DEPTH``) and ``shared`` (every queue pair by the path for many
-        threads; else those of control words only).
+        threads; else those of control words only), ``failover`` (a spare queue pair on another port for each, and
+        replay; default ``EPCOMM_IB_FAILOVER``).
         ``shm_dir``, ``spin_us`` and ``use_pidfd`` as for ``shm``. Other keys are left to others.
     """
 
@@ -135,6 +138,7 @@ cdef class Backend(BackendBase):
         for device, port, gid_index in options.get("paths", ()):
             path.device, path.port, path.gid_index = str(device).encode(), port, gid_index
             made.rdma.paths.push_back(path)
+        made.failover = options.get("failover", config.get("EPCOMM_IB_FAILOVER") == "replay")
         made.shared = bool(options.get("shared", False))
         made.folder = str(options.get("shm_dir") or config.get("EPCOMM_SHM_DIR") or "").encode()
         made.spin_us = -1 if spin_us is None else spin_us

@@ -27,7 +27,7 @@ BACKENDS = (
     Backend("ibrc", "RDMA between hosts, posted by a proxy thread on behalf of host threads",
             headers=("infiniband/verbs.h",), needs_nics=True),
     Backend("ibgda", "RDMA between hosts, work requests built by the threads that compute",
-            headers=("infiniband/verbs.h",), needs_nics=True),
+            headers=("infiniband/verbs.h",), needs_mlx5=True, needs_nics=True),
 )
 
 # What `ab` compares unless it is told otherwise.

@@ -17,10 +17,21 @@ namespace {
 constexpr char kName[] = "ibgda";
 constexpr int64_t kProbeNs = 1000 * 1000 * 1000;  // how long a silent peer is not asked
 
+// Spare queue pairs have channels of their own behind the control channel, which take other ports
+// than those they stand in for: the distance leaves a remainder of 1 for 2, 3, 4 or 6 ports.
+int spare_distance(const Options& options) noexcept {
+  return (options.rdma.num_channels + 1 + 10) / 12 * 12 + 1;
+}
+
 common::RdmaEndpointOptions endpoint_options(const Options& options) {
   common::RdmaEndpointOptions endpoint;
   endpoint.name = kName;
   endpoint.rdma = options.rdma;
+  endpoint.num_channels = options.rdma.num_channels + 1;
+  endpoint.rdma.control_channel = options.rdma.num_channels;
+  if (options.failover) {
+    endpoint.rdma.num_channels = options.rdma.num_channels + spare_distance(options);
+  }
   endpoint.rdma.cq_per_qp = true;  // its entries are taken without a look at whose they are
   endpoint.folder = options.folder;
   endpoint.spin_us = options.spin_us;
@@ -54,6 +65,7 @@ class Ibgda final : public IbgdaBackend {
   void drain(int peer, int64_t deadline_ns) noexcept override;
   void look() noexcept override;
 
+  Status view(const common::RdmaQueue& queue, Lane::Pair* out);
   Lane& lane(int peer, int channel) const noexcept {
     return *lanes_[size_t(peer) * size_t(num_channels()) + size_t(channel)];
   }
@@ -75,19 +87,15 @@ Status Ibgda::start(int) {
   for (int peer = 0; peer < num_ranks(); ++peer) {
     if (!is_far(peer)) continue;
     for (int channel = 0; channel < num_channels(); ++channel) {
-      const common::RdmaQueue& queue = rdma().queue(peer, channel);
       Lane::Setup setup;
-      setup.rdma = &queue;
-      EPCOMM_RETURN_IF_ERROR(rdma().provider()->queue_view(queue.qp, &setup.view));
-      if (setup.view.sq_depth < 8 || setup.view.sq_depth > mlx5::kMaxDepth ||
-          setup.view.cq_depth < setup.view.sq_depth) {
-        return error(Code::kUnsupported, peer,
-                     "send queue of %u work requests with %u completions; expected 8 to %u, and as "
-                     "many completions",
-                     setup.view.sq_depth, setup.view.cq_depth, mlx5::kMaxDepth);
+      EPCOMM_RETURN_IF_ERROR(view(rdma().queue(peer, channel), &setup.pair));
+      const common::RdmaQueue* const spare =
+          options_.failover ? &rdma().queue(peer, channel + spare_distance(options_)) : nullptr;
+      // With one port there is nothing to fall back on.
+      if (spare && spare->path != setup.pair.rdma->path) {
+        EPCOMM_RETURN_IF_ERROR(view(*spare, &setup.spare));
       }
       setup.heap = reinterpret_cast<uint64_t>(heap());
-      rdma().sink(queue.path, &setup.sink, &setup.sink_lkey);
       // Asked by any thread whether the peer is there.
       setup.shared = options_.shared || channel == num_channels() - 1;
       lanes_[size_t(peer) * size_t(num_channels()) + size_t(channel)] =
@@ -95,6 +103,18 @@ Status Ibgda::start(int) {
     }
   }
   return {};
+}
+
+Status Ibgda::view(const common::RdmaQueue& queue, Lane::Pair* out) {
+  out->rdma = &queue;
+  EPCOMM_RETURN_IF_ERROR(rdma().provider()->queue_view(queue.qp, &out->view));
+  rdma().sink(queue.path, &out->sink, &out->sink_lkey);
+  const common::QueueView& view = out->view;
+  if (view.sq_depth >= 8 && view.cq_depth >= 8 && view.sq_depth <= mlx5::kMaxDepth) return {};
+  return error(
+      Code::kUnsupported, queue.peer,
+      "send queue of %u work requests with %u completions; expected 8 to %u, and 8 or more",
+      view.sq_depth, view.cq_depth, mlx5::kMaxDepth);
 }
 
 // ---- progress: whoever waits looks
@@ -160,7 +180,8 @@ Status Ibgda::post(Lane& lane, const char* operation, Post&& post) noexcept {
     Status status = room_waiter().wait(lane.rdma().peer, lane.room_word(), lane.room_at(), spec);
     if (status.ok()) continue;
     // What a lost peer does not get is no error here: waits and quiet() say who is lost and why.
-    if (lane.failed() && status.code == Code::kPeerLost) return {};
+    const bool gone = lane.failed() || waiter().peer_state(lane.rdma().peer) == PeerState::kLeft;
+    if (gone && status.code == Code::kPeerLost) return {};
     return status;
   }
   return {};
@@ -175,7 +196,7 @@ Status Ibgda::put(int peer, int channel, uint64_t dst, uint64_t src, uint64_t by
   }
   Lane& to = lane(peer, channel);
   while (bytes > 0) {
-    const uint32_t part = uint32_t(std::min<uint64_t>(bytes, to.rdma().max_message));
+    const uint32_t part = uint32_t(std::min<uint64_t>(bytes, to.max_message()));
     EPCOMM_RETURN_IF_ERROR(post(to, "put", [&] { return to.put(dst, src, part); }));
     dst += part;
     src += part;
@@ -240,6 +261,7 @@ Stats Ibgda::stats() const noexcept {
     sum.merged += get(counters.merged);
     sum.completions += get(counters.completions);
     sum.full += get(counters.full);
+    sum.replayed += get(counters.replayed);
   }
   return sum;
 }

@@ -14,6 +14,7 @@ namespace epcomm::ibgda {
 
 struct Options {
   common::RdmaOptions rdma;  // provider, paths, ranks, channels, depth...
+  bool failover = false;     // a spare queue pair on another port for each, and replay
   bool shared = false;    // every queue pair by the path for many threads; else control ones only
   std::string folder;     // EPCOMM_SHM_DIR; empty: memfd
   int64_t spin_us = -1;   // before a waiter yields; < 0: from cores and ranks
@@ -28,6 +29,7 @@ struct Stats {
   uint64_t merged = 0;       // puts that went with the one before them
   uint64_t completions = 0;  // entries of completion queues
   uint64_t probes = 0;       // empty writes that ask whether a peer is there
+  uint64_t replayed = 0;     // work requests that went through a spare queue pair
   uint64_t full = 0;         // waits for room in a send queue
 };
 

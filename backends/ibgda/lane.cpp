@@ -7,6 +7,8 @@
 namespace epcomm::ibgda {
 namespace {
 
+using mlx5::HostMemory;
+
 mlx5::Rings rings_of(const common::QueueView& view) {
   return {reinterpret_cast<uint64_t>(view.sq),
           reinterpret_cast<uint64_t>(view.sq_dbrec),
@@ -16,88 +18,133 @@ mlx5::Rings rings_of(const common::QueueView& view) {
           view.qpn,
           view.sq_depth,
           view.cq_depth,
-          0};
+          std::min(view.sq_depth, view.cq_depth)};
 }
 
 }  // namespace
 
-Lane::Lane(const Setup& setup) : setup_(setup), rings_(rings_of(setup.view)) {}
-
-mlx5::Block Lane::put_block(uint64_t number, uint8_t flags) const noexcept {
-  const common::RdmaQueue& rdma = *setup_.rdma;
-  return mlx5::write(uint16_t(number), rings_.qpn, flags,
-                     {rdma.remote_heap + last_.dst, rdma.data_rkey},
-                     {setup_.heap + last_.src, rdma.lkey}, last_.bytes);
+Lane::Lane(const Setup& setup)
+    : spared_(setup.spare.rdma != nullptr),
+      shared_(setup.shared && !spared_),
+      heap_(setup.heap),
+      depth_(rings_of(setup.pair.view).room),
+      max_message_(setup.pair.rdma->max_message) {
+  halves_[0].pair = setup.pair;
+  halves_[0].rings = rings_of(setup.pair.view);
+  if (!spared_) return;
+  halves_[1].pair = setup.spare;
+  halves_[1].rings = rings_of(setup.spare.view);
+  depth_ = std::min(depth_, halves_[1].rings.room);
+  max_message_ = std::min(max_message_, setup.spare.rdma->max_message);
+  under_way_.resize(depth_);
 }
 
-mlx5::Block Lane::signal_block(uint64_t number, uint64_t word, uint64_t add) noexcept {
-  const common::RdmaQueue& rdma = *setup_.rdma;
-  const mlx5::Remote to{rdma.remote_heap + word, rdma.signal_rkey};
-  if (atomics()) {
-    return mlx5::fetch_add(uint16_t(number), rings_.qpn, mlx5::kSignalled, to,
-                           {setup_.sink, setup_.sink_lkey}, add);
+mlx5::Block Lane::block(const Op& op, uint64_t wire) const noexcept {
+  const Half& half = this->half();
+  const common::RdmaQueue& rdma = *half.pair.rdma;
+  const uint32_t qpn = half.rings.qpn;
+  const uint8_t flags = op.signalled ? mlx5::kSignalled : 0;
+  const uint64_t to = rdma.remote_heap + op.at;
+  switch (op.kind) {
+    case Op::kPut:
+      return mlx5::write(uint16_t(wire), qpn, flags, {to, rdma.data_rkey},
+                         {heap_ + op.value, rdma.lkey}, op.bytes);
+    case Op::kAdd:
+      return mlx5::fetch_add(uint16_t(wire), qpn, flags, {to, rdma.signal_rkey},
+                             {half.pair.sink, half.pair.sink_lkey}, op.value);
+    case Op::kSum:
+      return mlx5::write_word(uint16_t(wire), qpn, flags, {to, rdma.signal_rkey}, op.value);
+    default:
+      return mlx5::write(uint16_t(wire), qpn, flags, {rdma.remote_heap, rdma.data_rkey}, {}, 0);
   }
-  return mlx5::write_word(uint16_t(number), rings_.qpn, mlx5::kSignalled, to, sums_[word] += add);
 }
 
-bool Lane::has_room(uint64_t number) noexcept {
-  if (MlxQueue::has_room(rings_, &numbers_, number)) return true;
-  poll();
-  if (MlxQueue::has_room(rings_, &numbers_, number)) return true;
+// Builds the work request number next_.
+void Lane::set(const Op& op) noexcept {
+  MlxQueue::set(half().rings, next_ - offset_, block(op, next_ - offset_));
+  if (spared_) under_way_[next_ % depth_] = op;
+}
+
+bool Lane::has_room() noexcept {
+  const auto room = [&] {
+    return spared_ ? next_ - done_ < depth_
+                   : MlxQueue::has_room(halves_[0].rings, &halves_[0].numbers, next_);
+  };
+  if (room()) return true;
+  spared_ ? poll_spared() : poll();
+  if (room()) return true;
+  publish();  // what is there must complete, or there never is any
   Counters::add(counters_.full);
   return false;
 }
 
 uint64_t Lane::room_at() const noexcept {
-  const uint64_t next = 1 + (shared() ? mlx5::HostMemory::load(&numbers_.reserved) : next_);
-  return next - std::min<uint64_t>(next, shared() ? rings_.sq_depth / 2 : rings_.sq_depth);
+  const auto lock = locked();
+  const uint64_t next = 1 + (shared_ ? HostMemory::load(&halves_[0].numbers.reserved) : next_);
+  return next - std::min<uint64_t>(next, shared_ ? depth_ / 2 : depth_);
 }
 
 uint64_t Lane::all_done_at() const noexcept {
-  return shared() ? mlx5::HostMemory::acquire(&numbers_.ready) : next_;
+  const auto lock = locked();
+  return shared_ ? HostMemory::acquire(&halves_[0].numbers.ready) : next_;
 }
 
-uint64_t Lane::outstanding() const noexcept {
-  return mlx5::HostMemory::acquire(&numbers_.rung) - mlx5::HostMemory::acquire(&numbers_.done);
+bool Lane::idle() const noexcept {
+  const auto lock = locked();
+  const mlx5::Numbers& numbers = half().numbers;
+  return HostMemory::acquire(&numbers.rung) == HostMemory::acquire(&numbers.done);
 }
 
 void Lane::publish() noexcept {
   if (pushed_ == next_) return;
-  MlxQueue::publish(rings_, &numbers_, next_);
+  MlxQueue::publish(half().rings, &half().numbers, next_ - offset_);
   Counters::add(counters_.doorbells);
   pushed_ = next_;
-  last_is_put_ = false;
+  last_can_grow_ = false;
   last_post_ns_.store(common::now_ns(), std::memory_order_relaxed);
 }
 
+// One work request, built and not told yet.
+bool Lane::post_alone(const Op& op) noexcept {
+  if (!has_room()) return false;
+  if (failed()) return true;
+  set(op);
+  ++next_;
+  if (op.signalled) signalled_ = next_;
+  Counters::add(counters_.requests);
+  return true;
+}
+
 // One work request by any thread: room first, then a number; whoever got one builds and commits.
-template <class Build>
-bool Lane::post_shared(Build&& build) noexcept {
+template <class Make>
+bool Lane::post_shared(Make&& make) noexcept {
+  const mlx5::Rings& rings = halves_[0].rings;
+  mlx5::Numbers* const numbers = &halves_[0].numbers;
   // Room is looked for before the number is taken: who waits with a number holds up all others.
   // Several may pass at once, hence half of the queue.
-  const uint64_t seen = mlx5::HostMemory::load(&numbers_.reserved);
-  if (seen - mlx5::HostMemory::acquire(&numbers_.done) >= rings_.sq_depth / 2) {
+  const uint64_t seen = HostMemory::load(&numbers->reserved);
+  if (seen - HostMemory::acquire(&numbers->done) >= depth_ / 2) {
     poll();
-    if (seen - mlx5::HostMemory::acquire(&numbers_.done) >= rings_.sq_depth / 2) {
+    if (seen - HostMemory::acquire(&numbers->done) >= depth_ / 2) {
       Counters::add(counters_.full);
       return false;
     }
   }
-  const uint64_t number = MlxQueue::reserve(&numbers_, 1);
-  while (!MlxQueue::has_room(rings_, &numbers_, number)) {
+  const uint64_t number = MlxQueue::reserve(numbers, 1);
+  while (!MlxQueue::has_room(rings, numbers, number)) {
     if (failed()) return true;
     poll();
-    mlx5::HostMemory::pause();
+    HostMemory::pause();
   }
   // Sums of words must be in the order of the ring: without atomics the turn comes first.
-  if (atomics()) MlxQueue::set(rings_, number, build(number));
-  while (!MlxQueue::is_next(&numbers_, number)) {
+  if (adds()) MlxQueue::set(rings, number, block(make(), number));
+  while (!MlxQueue::is_next(numbers, number)) {
     if (failed()) return true;
-    mlx5::HostMemory::pause();
+    HostMemory::pause();
   }
-  if (!atomics()) MlxQueue::set(rings_, number, build(number));
-  MlxQueue::commit(&numbers_, number, 1);
-  MlxQueue::ring_ready(rings_, &numbers_);
+  if (!adds()) MlxQueue::set(rings, number, block(make(), number));
+  MlxQueue::commit(numbers, number, 1);
+  MlxQueue::ring_ready(rings, numbers);
   Counters::add(counters_.doorbells);
   Counters::add(counters_.requests);
   last_post_ns_.store(common::now_ns(), std::memory_order_relaxed);
@@ -106,101 +153,115 @@ bool Lane::post_shared(Build&& build) noexcept {
 
 bool Lane::put(uint64_t dst, uint64_t src, uint32_t bytes) noexcept {
   if (failed()) return true;
-  const common::RdmaQueue& rdma = *setup_.rdma;
-  if (shared()) {
-    const bool posted = post_shared([&](uint64_t number) {
-      return mlx5::write(uint16_t(number), rings_.qpn, mlx5::kSignalled,
-                         {rdma.remote_heap + dst, rdma.data_rkey}, {setup_.heap + src, rdma.lkey},
-                         bytes);
-    });
+  if (shared_) {
+    const bool posted = post_shared([&] { return Op{Op::kPut, true, bytes, dst, src}; });
     if (posted) Counters::add(counters_.bytes, bytes);
     return posted;
   }
-  if (last_is_put_ && last_.dst + last_.bytes == dst && last_.src + last_.bytes == src &&
-      uint64_t(last_.bytes) + bytes <= rdma.max_message) {
+  const auto lock = locked();
+  if (last_can_grow_ && last_.at + last_.bytes == dst && last_.value + last_.bytes == src &&
+      uint64_t(last_.bytes) + bytes <= max_message_) {
     last_.bytes += bytes;
-    MlxQueue::set(rings_, next_ - 1,
-                  put_block(next_ - 1, signalled_ == next_ ? mlx5::kSignalled : 0));
+    --next_;
+    set(last_);
+    ++next_;
     Counters::add(counters_.merged);
-    Counters::add(counters_.bytes, bytes);
-    return true;
+  } else {
+    // Room comes from completions: some in every quarter of the queue.
+    const bool signalled = next_ + 1 - signalled_ >= std::max(1u, depth_ / 4);
+    const Op op{Op::kPut, signalled, bytes, dst, src};
+    if (!post_alone(op)) return false;
+    last_ = op;
+    last_can_grow_ = true;
+    if (next_ - pushed_ >= kBatch) publish();
   }
-  if (!has_room(next_)) {
-    publish();  // what is there must complete, or there never is any
-    return false;
-  }
-  last_ = {dst, src, bytes};
-  last_is_put_ = true;
-  // Room comes from completions: some in every quarter of the queue.
-  const uint8_t flags =
-      next_ + 1 - signalled_ >= std::max(1u, rings_.sq_depth / 4) ? mlx5::kSignalled : 0;
-  if (flags) signalled_ = next_ + 1;
-  MlxQueue::set(rings_, next_, put_block(next_, flags));
-  ++next_;
-  Counters::add(counters_.requests);
   Counters::add(counters_.bytes, bytes);
-  if (next_ - pushed_ >= kBatch) publish();
   return true;
 }
 
 bool Lane::signal(uint64_t word, uint64_t add) noexcept {
   if (failed()) return true;
-  if (shared()) {
-    return post_shared([&](uint64_t number) { return signal_block(number, word, add); });
-  }
-  if (!has_room(next_)) {
-    publish();
-    return false;
-  }
-  MlxQueue::set(rings_, next_, signal_block(next_, word, add));
-  signalled_ = ++next_;
-  Counters::add(counters_.requests);
+  const auto make = [&] {
+    return adds() ? Op{Op::kAdd, true, 8, word, add}
+                  : Op{Op::kSum, true, 8, word, sums_[word] += add};
+  };
+  if (shared_) return post_shared(make);
+  const auto lock = locked();
+  if (!has_room()) return false;
+  post_alone(make());
   publish();
   return true;
 }
 
 bool Lane::ask() noexcept {
   if (failed()) return true;
-  const auto build = [&](uint64_t number) {
-    return mlx5::write(uint16_t(number), rings_.qpn, mlx5::kSignalled,
-                       {setup_.rdma->remote_heap, setup_.rdma->data_rkey}, {}, 0);
-  };
-  if (shared()) return post_shared(build);
-  if (!has_room(next_)) {
-    publish();
-    return false;
-  }
-  MlxQueue::set(rings_, next_, build(next_));
-  signalled_ = ++next_;
-  Counters::add(counters_.requests);
+  if (shared_) return post_shared([] { return Op{Op::kAsk, true, 0, 0, 0}; });
+  const auto lock = locked();
+  if (!post_alone(Op{Op::kAsk, true, 0, 0, 0})) return false;
   publish();
   return true;
 }
 
 bool Lane::push() noexcept {
-  if (shared() || failed()) return true;
-  if (signalled_ == next_) {
-    publish();
-    return true;
+  if (shared_ || failed()) return true;
+  {
+    const auto lock = locked();
+    if (signalled_ == next_) {
+      publish();
+      return true;
+    }
   }
   return ask();
 }
 
 void Lane::poll() noexcept {
   if (failed()) return;
-  const int taken = MlxQueue::poll_shared(rings_, &numbers_, 64);
+  if (spared_) {
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) poll_spared();
+    return;
+  }
+  const int taken = MlxQueue::poll_shared(halves_[0].rings, &halves_[0].numbers, 64);
   if (taken > 0) Counters::add(counters_.completions, uint64_t(taken));
 }
 
+void Lane::poll_spared() noexcept {
+  Half& half = this->half();
+  const int taken = MlxQueue::poll(half.rings, &half.numbers, 64);
+  if (taken == 0) return;
+  Counters::add(counters_.completions, uint64_t(taken));
+  HostMemory::store(&done_, offset_ + HostMemory::load(&half.numbers.done));
+  const uint64_t failed = HostMemory::load(&half.numbers.failed);
+  if (failed == 0) return;
+  // Only what a silent peer, or the way to it, explains is worth another try.
+  if (active_.load() == 0 && mlx5::failure(failed).syndrome == mlx5::kRetryExceeded) {
+    replay();
+  } else {
+    HostMemory::store(&failed_, failed);
+  }
+}
+
+// All that is under way goes to the spare queue pair, in order.
+void Lane::replay() noexcept {
+  const uint64_t behind = next_;
+  offset_ = done_;
+  active_.store(1);
+  for (next_ = offset_; next_ < behind; ++next_) {
+    Op op = under_way_[next_ % depth_];
+    op.signalled |= next_ + 1 == behind;
+    set(op);
+    if (op.signalled) signalled_ = next_ + 1;
+  }
+  Counters::add(counters_.replayed, behind - offset_);
+  pushed_ = offset_;
+  publish();
+}
+
 bool Lane::take_failure(mlx5::Failure* why) noexcept {
-  const uint64_t failed = mlx5::HostMemory::acquire(&numbers_.failed);
+  const uint64_t failed = HostMemory::acquire(failed_word());
   if (failed == 0 || told_.exchange(true)) return false;
   *why = mlx5::failure(failed);
   return true;
-}
-
-void Lane::spoil() noexcept {
-  mlx5::HostMemory::store(&numbers_.failed, mlx5::failed_value({mlx5::kNoSense, 0, 0}));
 }
 
 }  // namespace epcomm::ibgda

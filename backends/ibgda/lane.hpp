@@ -1,15 +1,22 @@
-// One queue pair as the threads see it that post to it and poll it.
+// One (peer, channel) as the threads see it that post to it and look for its completions.
 //
 // A lane of data has one posting thread at a time: numbers are plain arithmetic, puts are built and
 // told to the NIC with the signal behind them or when some have gathered, with one fence. A shared
 // lane takes any thread: each reserves, builds, makes its range ready in order, and rings.
 // Completions are taken by whoever looks; nobody waits for somebody who does.
+//
+// A lane with a spare queue pair, on another NIC port, takes a lock for each operation and keeps
+// what is under way. Once the first queue pair gives up on a peer that does not answer, all that it
+// did not complete is posted again through the spare. Signals are written sums there, not adds, so
+// what was carried out and not acknowledged does no harm when it comes again.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "common/rdma/rdma.hpp"
 #include "epcomm/mlx5_host.hpp"
@@ -25,6 +32,7 @@ struct Counters {
   std::atomic<uint64_t> merged{0};
   std::atomic<uint64_t> completions{0};
   std::atomic<uint64_t> full{0};
+  std::atomic<uint64_t> replayed{0};
 
   static void add(std::atomic<uint64_t>& counter, uint64_t count = 1) noexcept {
     counter.fetch_add(count, std::memory_order_relaxed);
@@ -35,19 +43,24 @@ class Lane {
  public:
   static constexpr uint32_t kBatch = 16;  // puts that gather before the NIC is told
 
-  struct Setup {
+  // A queue pair and what work requests for it need.
+  struct Pair {
     const common::RdmaQueue* rdma = nullptr;
     common::QueueView view;
-    uint64_t heap = 0;  // address of the own heap
     uint64_t sink = 0;  // what atomics return goes there
     uint32_t sink_lkey = 0;
+  };
+  struct Setup {
+    Pair pair;
+    Pair spare;         // without `rdma`: none
+    uint64_t heap = 0;  // address of the own heap
     bool shared = false;
   };
 
   explicit Lane(const Setup& setup);
 
-  const common::RdmaQueue& rdma() const noexcept { return *setup_.rdma; }
-  bool shared() const noexcept { return setup_.shared; }
+  // The queue pair in use.
+  const common::RdmaQueue& rdma() const noexcept { return *half().pair.rdma; }
 
   // ---- posting. Each returns false, and has done nothing, where the queue has no room: wait for
   // room_word() to reach room_at() and come again. A failed lane swallows everything.
@@ -60,52 +73,81 @@ class Lane {
   bool push() noexcept;
 
   const std::byte* room_word() const noexcept {
-    return reinterpret_cast<const std::byte*>(&numbers_.done);
+    return reinterpret_cast<const std::byte*>(spared_ ? &done_ : &halves_[0].numbers.done);
   }
   uint64_t room_at() const noexcept;
   // The value of room_word() once all that was posted is carried out.
   uint64_t all_done_at() const noexcept;
+  uint32_t max_message() const noexcept { return max_message_; }
 
   // ---- any thread
 
-  bool idle() const noexcept { return outstanding() == 0; }
-  uint64_t outstanding() const noexcept;
+  bool idle() const noexcept;
   // Takes completions, unless another thread does.
   void poll() noexcept;
-  bool failed() const noexcept { return mlx5::HostMemory::load(&numbers_.failed) != 0; }
+  bool failed() const noexcept { return mlx5::HostMemory::load(failed_word()) != 0; }
   // True once, for the caller who then says what happened.
   bool take_failure(mlx5::Failure* why) noexcept;
-  // Nobody can tell any more what becomes of it: for a thread that leaves a gap behind.
-  void spoil() noexcept;
   int64_t last_post_ns() const noexcept { return last_post_ns_.load(std::memory_order_relaxed); }
   const Counters& counters() const noexcept { return counters_; }
 
  private:
-  template <class Build>
-  bool post_shared(Build&& build) noexcept;
-  bool has_room(uint64_t number) noexcept;
-  void publish() noexcept;
-  mlx5::Block put_block(uint64_t number, uint8_t flags) const noexcept;
-  mlx5::Block signal_block(uint64_t number, uint64_t word, uint64_t add) noexcept;
-  bool atomics() const noexcept { return setup_.rdma->max_rd_atomic > 0; }
+  struct Half {
+    Pair pair;
+    mlx5::Rings rings{};
+    mlx5::Numbers numbers{};
+  };
+  // What a work request does, to build it again.
+  struct Op {
+    enum Kind : uint8_t { kPut, kAdd, kSum, kAsk } kind = kAsk;
+    bool signalled = false;
+    uint32_t bytes = 0;
+    uint64_t at = 0;     // offset at the peer
+    uint64_t value = 0;  // kPut: offset of the source; else the number
+  };
 
-  const Setup setup_;
-  const mlx5::Rings rings_;
-  mlx5::Numbers numbers_{};
+  Half& half() noexcept { return halves_[active_.load(std::memory_order_relaxed)]; }
+  const Half& half() const noexcept { return halves_[active_.load(std::memory_order_relaxed)]; }
+  const uint64_t* failed_word() const noexcept {
+    return spared_ ? &failed_ : &halves_[0].numbers.failed;
+  }
+  std::unique_lock<std::mutex> locked() const noexcept {
+    return spared_ ? std::unique_lock<std::mutex>(mutex_) : std::unique_lock<std::mutex>();
+  }
+  mlx5::Block block(const Op& op, uint64_t wire) const noexcept;
+  void set(const Op& op) noexcept;
+  bool post_alone(const Op& op) noexcept;
+  template <class Make>
+  bool post_shared(Make&& make) noexcept;
+  bool has_room() noexcept;
+  void publish() noexcept;
+  void poll_spared() noexcept;
+  void replay() noexcept;
+  bool adds() const noexcept { return !spared_ && halves_[0].pair.rdma->max_rd_atomic > 0; }
+
+  const bool spared_;
+  const bool shared_;
+  const uint64_t heap_;
+  uint32_t depth_;
+  uint32_t max_message_;
+  Half halves_[2];
+  std::atomic<int> active_{0};
   Counters counters_;
   std::atomic<bool> told_{false};
   std::atomic<int64_t> last_post_ns_{0};
   // Of the one thread that posts.
-  struct Put {
-    uint64_t dst, src;
-    uint32_t bytes;
-  };
-  uint64_t next_ = 0;         // number of the next work request
-  uint64_t pushed_ = 0;       // numbers below are told to the NIC
-  uint64_t signalled_ = 0;    // numbers below complete visibly
-  bool last_is_put_ = false;  // the last one is not told yet and can grow
-  Put last_{};
+  uint64_t next_ = 0;           // number of the next work request
+  uint64_t pushed_ = 0;         // numbers below are told to the NIC
+  uint64_t signalled_ = 0;      // numbers below complete visibly
+  bool last_can_grow_ = false;  // it is a put and not told yet
+  Op last_;
   std::unordered_map<uint64_t, uint64_t> sums_;  // of words, where signals are written
+  // With a spare, under the lock.
+  mutable std::mutex mutex_;
+  uint64_t offset_ = 0;  // number of the active queue pair's first work request
+  alignas(8) uint64_t done_ = 0;
+  alignas(8) uint64_t failed_ = 0;
+  std::vector<Op> under_way_;  // by number modulo depth
 };
 
 }  // namespace epcomm::ibgda

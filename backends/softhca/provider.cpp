@@ -471,7 +471,7 @@ ibv_qp* SoftProvider::create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) noexcept try
                model.qpn,
                depth,
                cq->model->depth,
-               0};
+               depth};
   qp->verbs.context = pd->context;
   qp->verbs.qp_context = attr->qp_context;
   qp->verbs.pd = pd;

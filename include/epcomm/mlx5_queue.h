@@ -2,8 +2,8 @@
 // thread, by a memory policy. The same text for g++, nvcc and NVRTC.
 //
 // Numbers of work requests only grow, in 64 bits; 16 of them go over the wire. One number is one
-// block. Completion queue and send queue belong to one queue pair, and the completion queue is as
-// deep at least: entries are never overwritten before they were polled.
+// block. The completion queue belongs to this queue pair alone, and no more is under way than it
+// holds: entries are never overwritten before they were polled.
 //
 // Alone: one thread posts. reserve() and publish() are plain arithmetic: build blocks, one fence,
 // doorbell record, doorbell. Shared: any number of threads. Each reserves numbers, builds, makes
@@ -42,7 +42,7 @@ struct Rings {
   uint32_t qpn;
   uint32_t sq_depth;  // powers of two
   uint32_t cq_depth;
-  uint32_t reserved;
+  uint32_t room;  // work requests that may be under way: no more than either depth
 };
 
 // Of those who post, zero at first. Each behind a line of its own: different threads write them.
@@ -77,7 +77,7 @@ template <class M>
 struct Queue {
   // Whether number `number` may be built: its slot's last work request is complete.
   static EPCOMM_HD bool has_room(const Rings& rings, const Numbers* numbers, uint64_t number) {
-    return number - M::acquire(&numbers->done) < rings.sq_depth;
+    return number - M::acquire(&numbers->done) < rings.room;
   }
 
   static EPCOMM_HD void set(const Rings& rings, uint64_t number, const Block& block) {
@@ -150,7 +150,7 @@ struct Queue {
       if (tail.opcode != kCqeRequest) {
         const CqeError error = read_cqe_error(M::peek(reinterpret_cast<uint32_t*>(entry + 52)));
         fail(numbers, {error.syndrome, error.vendor, tail.index});
-      } else if (behind - done > rings.sq_depth || tail.qpn != rings.qpn) {
+      } else if (behind - done > rings.room || tail.qpn != rings.qpn) {
         fail(numbers, {kNoSense, 0, tail.index});
       }
       if (M::load(&numbers->failed) == 0) done = behind;

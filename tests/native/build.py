@@ -44,6 +44,7 @@ PROGRAMS = {
     "softhca_test": SOFT,
     "proxy_test": ["backends/ibrc/proxy.cpp", "backends/ibrc/send_queue.cpp"],
     "ibrc_test": IBRC,
+    "ibgda_test": ["backends/ibgda/*.cpp", *SOFT],
     "put_stress": IBRC,
 }
 

@@ -3,6 +3,7 @@
 
 #include <infiniband/verbs.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -130,7 +131,7 @@ inline mlx5::Rings rings_of(common::VerbsProvider* provider, ibv_qp* qp) {
   EXPECT_OK(provider->queue_view(qp, &view));
   return {uint64_t(view.sq), uint64_t(view.sq_dbrec), uint64_t(view.doorbell),
           uint64_t(view.cq), uint64_t(view.cq_dbrec), view.qpn,
-          view.sq_depth,     view.cq_depth,           0};
+          view.sq_depth,     view.cq_depth,           std::min(view.sq_depth, view.cq_depth)};
 }
 
 }  // namespace epcomm::testing

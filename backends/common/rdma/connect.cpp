@@ -395,14 +395,17 @@ std::string Rdma::plan_json() const {
     json.end(']').end('}');
   }
   json.end(']').key("rows").open('[');
+  const int asked = state.options.control_channel;
+  const int control = asked >= 0 ? asked : state.options.num_channels;
   for (size_t i = 0; i < state.queues.size(); ++i) {
     const RdmaQueue& queue = state.queues[i];
     const rdma::Link& link = state.links[i];
     if (!queue.qp || queue.path < 0) continue;
     const rdma::Path& path = state.paths[size_t(queue.path)];
     json.open('{').field("peer", int64_t(queue.peer)).field("channel", int64_t(queue.channel));
-    json.field("kind",
-               std::string(queue.channel == state.options.num_channels ? "control" : "data"));
+    json.field("kind", std::string(queue.channel > control   ? "spare"
+                                   : queue.channel < control ? "data"
+                                                             : "control"));
     json.field("path", int64_t(queue.path)).field("device", path.asked.device);
     json.field("port", int64_t(path.asked.port)).field("gid", rdma::gid_text(path.gid));
     json.field("qpn", int64_t(queue.qp->qp_num)).field("depth", int64_t(queue.depth));

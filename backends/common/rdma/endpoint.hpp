@@ -26,6 +26,7 @@ namespace epcomm::common {
 struct RdmaEndpointOptions {
   const char* name = "";      // the backend's word, a literal
   RdmaOptions rdma;           // provider, paths, ranks, channels, depth...
+  int num_channels = 0;       // that callers know, the control one too; 0: all of rdma's
   std::string folder;         // EPCOMM_SHM_DIR; empty: memfd
   int64_t spin_us = -1;       // before a waiter yields; < 0: from cores and ranks
   bool use_pidfd = true;      // false: watch peers as on a kernel without pidfds
@@ -101,7 +102,9 @@ class RdmaEndpoint : public PairMember, public HostTransport {
   const Rdma& rdma() const noexcept { return rdma_; }
   int rank() const noexcept { return rank_; }
   int num_ranks() const noexcept { return num_ranks_; }
-  int num_channels() const noexcept { return options_.rdma.num_channels + 1; }  // control too
+  int num_channels() const noexcept {  // control too
+    return options_.num_channels > 0 ? options_.num_channels : options_.rdma.num_channels + 1;
+  }
   bool is_far(int peer) const noexcept { return far_[size_t(peer)]; }  // queue pairs lead there
   double timeout_s() const noexcept { return timeout_s_; }
   // For words that local threads write: whoever does rings `room()`.

@@ -131,6 +131,10 @@ class Libibverbs final : public VerbsProvider {
   }
   int destroy_qp(ibv_qp* qp) noexcept override { return f_.ibv_destroy_qp(qp); }
 
+  Status queue_view(ibv_qp* qp, QueueView* view) noexcept override {
+    return mlx5_queue_view(qp, view);
+  }
+
   const char* wc_status_str(ibv_wc_status status) noexcept override {
     return f_.ibv_wc_status_str(status);
   }

@@ -30,8 +30,9 @@ struct RdmaOptions {
   std::shared_ptr<VerbsProvider> provider;
   std::vector<RdmaPath> paths;
   int num_ranks = 0;
-  int rank = -1;         // own; no queue pair is made to it. -1: not known yet
-  int num_channels = 0;  // of data; queue pairs are made for one more, the control channel
+  int rank = -1;             // own; no queue pair is made to it. -1: not known yet
+  int num_channels = 0;      // of data; queue pairs are made for one more, the control channel
+  int control_channel = -1;  // for plan_json(): those behind it are spares; -1: num_channels
   uint32_t depth = 256;  // work requests of a send queue, a power of two; lowered to the device's
   uint32_t max_inline = 28;
   uint32_t max_sge = 1;    // pieces of one write's source

@@ -75,6 +75,11 @@ class VerbsProvider {
   virtual std::string explain(ibv_qp*) noexcept { return {}; }
 };
 
+// The rings of a queue pair that libmlx5 made, through that library, found at run time. Not run on
+// hardware yet. kUnavailable with the reason if the device is no mlx5 or the library is not to be
+// had; nothing may have been posted to the queue pair.
+Status mlx5_queue_view(ibv_qp* qp, QueueView* view) noexcept;
+
 // libibverbs, found at run time. kUnavailable with the reason if it is not to be had.
 Status open_libibverbs(std::shared_ptr<VerbsProvider>* out) noexcept;
 

@@ -99,7 +99,7 @@ struct ibgda {
     if (GpuMemory::load(&queue->numbers.failed)) return false;
     if (Q::has_room(queue->rings, &queue->numbers, number)) return true;
     publish(queue);
-    return until_done(ctx, queue, number + 1 - queue->rings.sq_depth, ctx.timeout_ns) == kWaitDone;
+    return until_done(ctx, queue, number + 1 - queue->rings.room, ctx.timeout_ns) == kWaitDone;
   }
 
   // Numbers below `target` are complete. A time-out in the middle of a queue is the end of it.
@@ -126,7 +126,7 @@ struct ibgda {
       if (!room(ctx, to, number)) return;
       const uint32_t part = bytes < to->max_message ? uint32_t(bytes) : to->max_message;
       // Room comes from completions: some in every quarter of the queue.
-      const bool signalled = number + 1 - to->signalled >= to->rings.sq_depth / 4;
+      const bool signalled = number + 1 - to->signalled >= to->rings.room / 4;
       Q::set(to->rings, number,
              mlx5::write(uint16_t(number), to->rings.qpn, signalled ? mlx5::kSignalled : uint8_t(0),
                          {to->remote_heap + dst, to->data_rkey}, {to->heap + src, to->lkey}, part));

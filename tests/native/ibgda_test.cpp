@@ -1,0 +1,296 @@
+// The ibgda backend over the software HCA: several ranks in one process, each with NICs of its own.
+//
+//   ibgda_test [--seed S] [--puts N]
+
+#include <dirent.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "check.hpp"
+#include "ibgda/factory.hpp"
+#include "put_stress.hpp"
+
+namespace epcomm::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr uint64_t kState = 0;     // [rank]
+constexpr uint64_t kWords = 4096;  // [channel]
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+int open_files() {
+  int count = 0;
+  DIR* folder = opendir("/proc/self/fd");
+  EXPECT(folder, "/proc/self/fd");
+  while (readdir(folder)) ++count;
+  closedir(folder);
+  return count;
+}
+
+struct Setup {
+  int num_ranks = 2;
+  int num_channels = 2;
+  int ports = 2;
+  uint32_t depth = 64;
+  bool shared = false;
+  bool failover = false;
+  uint64_t heap_bytes = 1 << 18;
+  uint64_t seed = 0;   // of the model's disorder
+  std::string faults;  // of rank 0's NICs
+  double timeout_s = 60;
+};
+
+struct Ranks {
+  std::vector<std::unique_ptr<ibgda::IbgdaBackend>> backends;
+
+  explicit Ranks(const Setup& setup) {
+    std::vector<std::string> infos(static_cast<size_t>(setup.num_ranks));
+    for (int rank = 0; rank < setup.num_ranks; ++rank) {
+      softhca::SoftHcaOptions soft;
+      soft.num_ports = setup.ports;
+      soft.seed = setup.seed;
+      if (rank == 0) soft.faults = setup.faults;
+      ibgda::Options options;
+      EXPECT_OK(softhca::open_provider("soft", soft, &options.rdma.provider));
+      for (int port = 0; port < setup.ports; ++port) {
+        options.rdma.paths.push_back({"soft" + std::to_string(port), 1, 0});
+      }
+      options.rdma.num_ranks = setup.num_ranks;
+      options.rdma.rank = rank;
+      options.rdma.num_channels = setup.num_channels;
+      options.rdma.depth = setup.depth;
+      options.shared = setup.shared;
+      options.failover = setup.failover;
+      backends.push_back(ibgda::create(options));
+      EXPECT_OK(backends.back()->alloc_heap(setup.heap_bytes));
+      EXPECT_OK(backends.back()->export_info(&infos[size_t(rank)]));
+    }
+    run_ranks(setup.num_ranks, [&](int rank) {
+      Backend& backend = *backends[size_t(rank)];  // which has the default arguments
+      EXPECT_OK(backend.connect(rank, infos, kState, setup.timeout_s));
+    });
+  }
+  HostTransport& operator[](int rank) { return *backends[size_t(rank)]->host_transport(); }
+  void close() {
+    run_ranks(int(backends.size()), [&](int rank) { EXPECT_OK(backends[size_t(rank)]->close()); });
+  }
+};
+
+WaitSpec spec(double timeout_s = 60) { return {"test", "data", timeout_s, nullptr, nullptr}; }
+
+void stress(const char* what, uint64_t seed, int puts, Setup setup) {
+  const auto start = Clock::now();
+  const PutStress work(setup.num_channels, puts / 2 / setup.num_channels, seed);
+  setup.heap_bytes = work.heap_bytes();
+  Ranks ranks(setup);
+  run_ranks(2, [&](int rank) { work.run(ranks[rank], rank); });
+  const ibgda::Stats stats = ranks.backends[0]->stats();
+  std::printf(
+      "%s: %llu requests, %llu doorbells, %llu completions, %llu full, %llu replayed "
+      "(%.1f s)\n",
+      what, (unsigned long long)stats.requests, (unsigned long long)stats.doorbells,
+      (unsigned long long)stats.completions, (unsigned long long)stats.full,
+      (unsigned long long)stats.replayed, seconds_since(start));
+  std::fflush(stdout);
+  EXPECT(stats.requests > 0 && stats.doorbells <= stats.requests, "counters");
+  ranks.close();
+}
+
+// Many threads on one queue pair: every addition arrives, none before its payload.
+void many_threads(uint64_t seed, int puts) {
+  constexpr int kThreads = 8;
+  constexpr uint64_t kBlock = 512, kFrom = 16384;
+  Setup setup;
+  setup.shared = true;
+  setup.depth = 16;
+  Ranks ranks(setup);
+  const int each = std::max(1, puts / 2 / kThreads);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      HostTransport& transport = ranks[0];
+      const uint64_t from = kFrom + uint64_t(t) * kBlock,
+                     word = kWords + uint64_t(t) * kSignalStride;
+      for (int i = 1; i <= each; ++i) {
+        const uint64_t value = mix(seed, uint64_t(t), uint64_t(i));
+        for (uint64_t w = 0; w < kBlock / 8; ++w) {
+          std::memcpy(transport.heap() + from + w * 8, &value, 8);
+        }
+        EXPECT_OK(transport.put_signal(1, 0, from, from, kBlock, word, 1));
+        EXPECT_OK(transport.wait(1, word, uint64_t(i), spec()));
+      }
+    });
+  }
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      HostTransport& transport = ranks[1];
+      const uint64_t at = kFrom + uint64_t(t) * kBlock, word = kWords + uint64_t(t) * kSignalStride;
+      for (int i = 1; i <= each; ++i) {
+        EXPECT_OK(transport.wait(0, word, uint64_t(i), spec()));
+        const uint64_t value = mix(seed, uint64_t(t), uint64_t(i));
+        for (uint64_t w = 0; w < kBlock / 8; ++w) {
+          EXPECT(!std::memcmp(transport.heap() + at + w * 8, &value, 8), "thread %d, %d", t, i);
+        }
+        EXPECT_OK(transport.signal(0, 0, word, 1));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  ranks.close();
+}
+
+// A rank that leaves is told apart; what had arrived still counts; what goes to it is no error.
+void endings() {
+  Ranks ranks({});
+  EXPECT_OK(ranks[1].signal(0, 0, kWords, 1));
+  EXPECT_OK(ranks[0].wait(1, kWords, 1, spec()));
+  const Status late = ranks[0].wait(1, kWords, 2, spec(0.2));
+  EXPECT(late.code == Code::kTimeout && late.peer == 1, "%s", late.text.c_str());
+  // Rank 1 leaves at once after a put that nobody pushed: close() sends all.
+  std::memset(ranks[1].heap() + 16384, 7, 64);
+  EXPECT_OK(ranks[1].signal(0, 0, kWords, 1));
+  EXPECT_OK(ranks[1].put(0, 1, 32768, 16384, 64));
+  EXPECT_OK(ranks[1].signal(0, 2, kState + kSignalStride, uint64_t(PeerState::kLeft)));
+  EXPECT_OK(ranks.backends[1]->close());
+  EXPECT(!ranks.backends[1]->host_transport(), "closed");
+  EXPECT_OK(ranks[0].wait(1, kWords, 2, spec()));
+  EXPECT(ranks[0].heap()[32768 + 63] == std::byte(7), "close() lost a put");
+  const Status left = ranks[0].wait(1, kWords, 3, spec());
+  EXPECT(
+      left.code == Code::kPeerLost && left.peer == 1 && left.text.find("left") != std::string::npos,
+      "%s", left.text.c_str());
+  for (int i = 0; i < 300; ++i) EXPECT_OK(ranks[0].put(1, 0, 16384, 16384, 4096));
+  EXPECT_OK(ranks[0].quiet(1, 0, spec()));
+  const auto start = Clock::now();
+  EXPECT_OK(ranks.backends[0]->close());
+  EXPECT_OK(ranks.backends[0]->close());
+  EXPECT(seconds_since(start) < 5, "closing took %.1f s", seconds_since(start));
+}
+
+// A work request that the NIC refuses: waits of this rank name peer, queue pairs, syndrome, reason.
+void faults(bool shared) {
+  const std::pair<const char*, const char*> rows[] = {
+      {"error wqe=20 syndrome=0x15 qp=0", "transport retry counter exceeded (syndrome 0x15"},
+      {"error wqe=21 syndrome=0x13 qp=0", "remote access error (syndrome 0x13"},
+      {"error wqe=22 syndrome=0x05 qp=0; flush_once", "work request flushed (syndrome 0x05"},
+  };
+  for (const auto& [plan, reason] : rows) {
+    Setup setup;
+    setup.faults = plan;
+    setup.shared = shared;
+    Ranks ranks(setup);
+    Status lost;
+    for (int i = 0; i < 200 && lost.ok(); ++i) {
+      EXPECT_OK(ranks[0].put_signal(1, 0, 16384, 16384, 64, kWords, 1));
+      lost = ranks[0].quiet(1, 0, spec());
+    }
+    EXPECT(lost.code == Code::kPeerLost && lost.peer == 1, "code %d: %s", int(lost.code),
+           lost.text.c_str());
+    for (const char* part : {"rank 1 is lost", "queue pair", "of channel 0", "planned", reason}) {
+      EXPECT(lost.text.find(part) != std::string::npos, "'%s' lacks '%s'", lost.text.c_str(), part);
+    }
+    const Status wait = ranks[0].wait(1, kWords, 1, spec());
+    EXPECT(wait.code == Code::kPeerLost && wait.peer == 1, "%s", wait.text.c_str());
+    const Status first = ranks.backends[0]->async_error();
+    EXPECT(first.code == Code::kPeerLost && first.peer == 1, "%s", first.text.c_str());
+    const auto start = Clock::now();
+    ranks.close();
+    EXPECT(seconds_since(start) < 10, "closing took %.1f s", seconds_since(start));
+  }
+}
+
+// A completion that never comes: the deadline ends the wait, naming the phase and the peer.
+void silence() {
+  Setup setup;
+  setup.faults = "lose_cqe";
+  setup.timeout_s = 0.5;
+  Ranks ranks(setup);
+  EXPECT_OK(ranks[0].signal(1, 0, kWords, 1));
+  EXPECT_OK(ranks[1].wait(0, kWords, 1, spec()));
+  const Status late = ranks[0].quiet(1, 0, spec(0.3));
+  EXPECT(late.code == Code::kTimeout && late.peer == 1, "%s", late.text.c_str());
+  Status full;
+  for (int i = 0; i < 100 && full.ok(); ++i) full = ranks[0].signal(1, 0, kWords, 1);
+  EXPECT(full.code == Code::kTimeout && full.text.find("send queue") != std::string::npos, "%s",
+         full.text.c_str());
+  ranks.close();
+}
+
+// Port 0 of rank 0 dies for good: without failover the peer is lost, with its name; with it, all
+// that was under way goes over port 1.
+void port_down(uint64_t seed, bool failover) {
+  Setup setup;
+  setup.num_channels = 4;
+  setup.failover = failover;
+  setup.faults = "port_down port=0 at_ms=30 for_ms=1e6";
+  setup.timeout_s = 3;  // which sets the retries
+  const PutStress work(setup.num_channels, failover ? 3000 : 1, seed);
+  setup.heap_bytes = work.heap_bytes();
+  Ranks ranks(setup);
+  if (failover) {
+    run_ranks(2, [&](int rank) { work.run(ranks[rank], rank); });
+    const ibgda::Stats stats = ranks.backends[0]->stats();
+    std::printf("failover: %llu work requests replayed\n", (unsigned long long)stats.replayed);
+    EXPECT(stats.replayed > 0, "nothing was replayed");
+    EXPECT_OK(ranks.backends[0]->async_error());
+  } else {
+    Status lost;
+    const auto start = Clock::now();
+    while (lost.ok() && seconds_since(start) < 60) {
+      EXPECT_OK(ranks[0].put_signal(1, 0, 1 << 16, 1 << 16, 64, kWords, 1));
+      lost = ranks[0].quiet(1, 0, spec());
+    }
+    EXPECT(lost.code == Code::kPeerLost && lost.peer == 1 &&
+               lost.text.find("the port is down") != std::string::npos,
+           "code %d: %s", int(lost.code), lost.text.c_str());
+  }
+  ranks.close();
+}
+
+}  // namespace
+}  // namespace epcomm::testing
+
+int main(int argc, char** argv) {
+  using namespace epcomm::testing;
+  Options options(argc, argv);
+  const uint64_t seed = uint64_t(options.number("seed", 1));
+  const int puts = int(options.number("puts", 4000));
+  options.finish();
+  set_deadline(300);
+  const int files = open_files();
+  endings();
+  faults(false);
+  faults(true);
+  silence();
+  many_threads(seed, puts);
+  Setup many;
+  many.num_channels = 8;
+  stress("alone", seed, puts, many);
+  many.seed = seed + 1;  // the NICs do all that correct code must bear
+  stress("alone, disorder", seed, puts / 2, many);
+  many.shared = true;
+  stress("shared, disorder", seed, puts / 2, many);
+  many.seed = 0;
+  many.shared = false;
+  many.ports = 1;
+  many.depth = 8;
+  stress("small queues", seed, puts / 4, many);
+  many.failover = true;  // one port: nothing to fall back on
+  stress("failover, one port", seed, puts / 4, many);
+  many.ports = 3;
+  many.seed = seed + 2;
+  stress("failover, unused", seed, puts / 4, many);
+  port_down(seed, false);
+  port_down(seed, true);
+  EXPECT(open_files() == files, "descriptors are left");
+  std::printf("ibgda_test: ok\n");
+  return 0;
+}
