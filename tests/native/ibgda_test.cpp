@@ -125,6 +125,7 @@ void many_threads(uint64_t seed, int puts) {
           std::memcpy(transport.heap() + from + w * 8, &value, 8);
         }
         EXPECT_OK(transport.put_signal(1, 0, from, from, kBlock, word, 1));
+        EXPECT_OK(transport.quiet(1, 0, spec()));
         EXPECT_OK(transport.wait(1, word, uint64_t(i), spec()));
       }
     });

@@ -91,6 +91,12 @@ def test_softhca(sanitize):
     check("softhca_test", sanitize)
 
 
+def test_ibgda(sanitize):
+    """Alone and shared, disorder, every ending, a port that dies with and without failover."""
+    needs_verbs_headers()
+    check("ibgda_test", sanitize)
+
+
 @pytest.mark.parametrize(("over", "plant"), [("far", "overtake"), ("far", "no-quiet"), ("mixed", "overtake")])
 def test_a_planted_mistake_of_the_transport_is_found(over, plant):
     """The oracle sees rows that came late or from memory that was reused."""
