@@ -61,11 +61,11 @@ WaitPolicy wait_policy(int num_ranks, int64_t spin_us) noexcept {
   return policy;
 }
 
-PeerState Waiter::word_state(int peer) const noexcept {
-  if (!setup_.state_words) return PeerState::kAlive;
-  const uint64_t state = load(setup_.state_words + uint64_t(peer) * kSignalStride);
-  return PeerState(std::min(state, uint64_t(PeerState::kDead)));
+uint64_t Waiter::state_word(int peer) const noexcept {
+  return setup_.state_words ? load(setup_.state_words + uint64_t(peer) * kSignalStride) : 0;
 }
+
+PeerState Waiter::word_state(int peer) const noexcept { return state_of(state_word(peer)); }
 
 PeerState Waiter::peer_state(int peer) const noexcept {
   const bool dead = setup_.liveness->died_ns(peer) != 0;
@@ -100,13 +100,18 @@ Status Waiter::loss(const Pending& pending) noexcept {
   // Looked at after the state: what had arrived before the peer went still counts.
   if (pending.ready()) return {};
 
-  const int culprit = lost >= 0 && state != PeerState::kLeft ? lost : peer;
+  int culprit = lost >= 0 && state != PeerState::kLeft ? lost : peer;
   char reason[512];
   if (lost >= 0 && state != PeerState::kLeft) {
     std::snprintf(reason, sizeof reason, "rank %d is lost: %s", lost,
                   setup_.liveness->why_lost(lost).c_str());
   } else if (state == PeerState::kLeft) {
     std::snprintf(reason, sizeof reason, "rank %d left: it closed its communicator", peer);
+  } else if (const int told = lost_of(state_word(peer));
+             told >= 0 && told < setup_.num_ranks && told != setup_.rank && told != peer) {
+    culprit = told;
+    std::snprintf(reason, sizeof reason, "rank %d is lost: rank %d says so and gave up", told,
+                  peer);
   } else {
     std::snprintf(reason, sizeof reason,
                   "rank %d gave up after an error of its own (see its output)", peer);

@@ -48,6 +48,7 @@ class Waiter {
  private:
   struct Pending;  // one wait
 
+  uint64_t state_word(int peer) const noexcept;
   PeerState word_state(int peer) const noexcept;
   int lost_peer() const noexcept;
   Status loss(const Pending& pending) noexcept;

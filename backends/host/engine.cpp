@@ -129,7 +129,7 @@ Status Engine::break_if_lost(Status status) noexcept {
           error(Code::kPeerLost, options_.rank, "the communicator was interrupted inside a call");
     }
     is_broken_.store(true, std::memory_order_release);
-    leave(PeerState::kBroken);
+    leave(PeerState::kBroken, status.code == Code::kPeerLost ? status.peer : -1);
   }
   return status;
 }
@@ -295,7 +295,7 @@ void Engine::for_ranges(int64_t count, const CallContext& context,
 
 // ---- the end
 
-void Engine::leave(PeerState state) noexcept {
+void Engine::leave(PeerState state, int lost) noexcept {
   if (left_) return;
   left_ = true;
   // The word travels on one channel; what this rank sent on others must not come behind it, or a
@@ -307,7 +307,7 @@ void Engine::leave(PeerState state) noexcept {
   for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
     if (peer != options_.rank)
       (void)transport_->signal(peer, control_channel(), state_word(layout_, options_.rank),
-                               uint64_t(state));
+                               state_value(state, lost));
   }
 }
 

@@ -143,7 +143,7 @@ class Engine {
   uint64_t scales_offset(uint64_t wire_row_bytes) const noexcept;
 
   // Tell peers that nothing more comes from this rank. Idempotent.
-  void leave(PeerState state) noexcept;
+  void leave(PeerState state, int lost = -1) noexcept;
   // Ends this rank's waits, now and later. Any thread; a call that waits then breaks the engine.
   void abort(const Status& why) noexcept;
   // Break it for good outside any call, and tell peers.

@@ -39,6 +39,17 @@ enum class PeerState : uint64_t {
   kDead = 3,    // its process ended
 };
 
+// What a state word holds: the state and, with kBroken, the rank whose loss made the writer give
+// up, so that ranks which cannot see that loss themselves name the same one. -1: none.
+constexpr uint64_t state_value(PeerState state, int lost = -1) noexcept {
+  return uint64_t(state) | uint64_t(lost + 1) << 8;
+}
+constexpr PeerState state_of(uint64_t word) noexcept {
+  const uint64_t state = word & 0xff;
+  return state < uint64_t(PeerState::kDead) ? PeerState(state) : PeerState::kDead;
+}
+constexpr int lost_of(uint64_t word) noexcept { return int(word >> 8) - 1; }
+
 // How a wait is described and bounded. The clock starts when the wait starts.
 struct WaitSpec {
   const char* operation;  // as the user calls it

@@ -41,7 +41,7 @@ class Fabric::Endpoint final : public HostTransport {
   PeerState peer_state(int peer) noexcept override {
     if (fabric_->endpoints_[size_t(peer)]->dead_.load()) return PeerState::kDead;
     const uint64_t word = fabric_->options_.state_word + uint64_t(peer) * 64;
-    return PeerState(word_at(heap_, word)->load(std::memory_order_acquire));
+    return state_of(word_at(heap_, word)->load(std::memory_order_acquire));
   }
   void abort(const Status& why) noexcept override {
     std::lock_guard<std::mutex> lock(mutex_);

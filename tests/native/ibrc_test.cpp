@@ -145,6 +145,23 @@ void endings() {
   EXPECT(seconds_since(start) < 5, "closing took %.1f s", seconds_since(start));
 }
 
+// A rank that gave up because it lost another says whom: the others name that one too.
+void hearsay() {
+  Setup setup;
+  setup.num_ranks = 3;
+  Ranks ranks(setup);
+  EXPECT_OK(ranks[1].signal(0, 2, kState + kSignalStride, state_value(PeerState::kBroken, 2)));
+  const Status status = ranks[0].wait(1, kWords, 1, spec());
+  EXPECT(status.code == Code::kPeerLost && status.peer == 2 &&
+             status.text.find("rank 2 is lost: rank 1 says so") != std::string::npos,
+         "peer %d: %s", status.peer, status.text.c_str());
+  EXPECT(ranks[0].peer_state(1) == PeerState::kBroken, "state");
+  // It lost this very rank, or nobody in particular: then it is the one to name.
+  EXPECT_OK(ranks[0].signal(2, 2, kState, state_value(PeerState::kBroken, 2)));
+  EXPECT(ranks[2].wait(0, kWords, 1, spec()).peer == 0, "own rank");
+  ranks.close();
+}
+
 // A work request that the NIC refuses: the waits of this rank name peer, queue pair and status.
 void faults() {
   Setup setup;
@@ -211,6 +228,7 @@ int main(int argc, char** argv) {
   const int files = open_files();
   arguments();
   endings();
+  hearsay();
   faults();
   {
     Ranks ranks({});
