@@ -1,16 +1,16 @@
 """`ibrc` beside perftest's `ib_write_bw` and `ib_write_lat`, in one virtual machine with Soft-RoCE (see `tests/rxe`).
 
-    python tests/perf/bench_rxe.py [--json FILE]
+    PYTHONPATH=. python tests/perf/bench_rxe.py [--json FILE]
 
-Two nodes, taken in turns: a round of perftest, `python -m epcomm bench`, a round of perftest. The goal is that large
-puts reach 0.8 of `ib_write_bw` with the same number of queue pairs (channels). All figures are those of an emulated
-network card on emulated processors: only their ratios mean something.
+Two nodes, in turns: perftest, `python -m epcomm bench`, perftest and so on. The goal is that large puts reach 0.8 of
+`ib_write_bw` with the same number of queue pairs (channels), the best turn of each. `ib_write_bw` polls without pause
+and so takes a processor from the emulated card, which the proxy's naps do not. All figures are those of an emulated
+network card on emulated processors: only ratios mean something, and those only on a machine that does nothing else.
 """
 
 import argparse
 import json
 import re
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -76,45 +76,52 @@ def bench(place, options):
         return json.loads(report.read_text()), Path(f"{folder}/log0").read_text()
 
 
+def rows_of(reports, what, size, channels):
+    """The row of each report."""
+    wanted = (what, size, channels)
+    return [row for report in reports for row in report["transport"]
+            if (row["what"], row["size_bytes"], row["channels"]) == wanted]  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--json", metavar="FILE")
     told = parser.parse_args()
     supplies.install([] if supplies.installed("perftest") else ["perftest"])
     place = NodesPlace(nodes=2, say=print)
     wires = {(size, queues): [] for size in SIZES for queues in CHANNELS}
-    latencies = []
+    latencies, reports = [], []
+    shape = ("--tokens", "32", "--hidden", "1024", "--experts", "8", "--topk", "2", "--repeat", "5")
     try:
-        for turn in range(2):
+        for _ in range(told.turns):
             for key in wires:
                 wires[key].append(write_bw(place, *key))
             latencies.append(write_lat(place, 8))
-            if turn == 0:
-                shape = ("--tokens", "32", "--hidden", "1024", "--experts", "8", "--topk", "2", "--repeat", "5")
-                report, said = bench(place, shape)
+            report, said = bench(place, shape)
+            reports.append(report)
         failed = place.run(0, "rdma", "resource", "show")[1]
     finally:
         place.close()
     print(said)
     rows = []
     for (size, queues), figures in wires.items():
-        own = next(row for row in report["transport"] if (row["what"], row["size_bytes"], row["channels"])
-                   == ("stream", size, queues))  # fmt: skip
-        wire = statistics.mean(figures)
+        own = max(rows_of(reports, "stream", size, queues), key=lambda row: row["gbs"])
+        wire = max(figures)
         share = own["gbs"] / wire
         rows.append((str(size), str(queues), f"{wire * 1e3:.1f}", f"{own['gbs'] * 1e3:.1f}", f"{share:.2f}",
                      "met" if share >= GOAL else "missed", f"{own['commands_per_post']:.2f}"))  # fmt: skip
     _console.print_table("large puts beside ib_write_bw, MB/s (10^6)",
                          ("bytes", "queue pairs", "ib_write_bw", "ibrc", "share", f"goal {GOAL}", "commands per post"),
                          rows, right=range(5))  # fmt: skip
-    own = next(row for row in report["transport"] if (row["what"], row["size_bytes"]) == ("put_signal", 8))
-    print(f"8 bytes: ib_write_lat {statistics.mean(latencies):.1f} us, put + signal {own['seconds_each'] * 1e6:.1f} us")
+    own_us = min(row["seconds_each"] for row in rows_of(reports, "put_signal", 8, 1)) * 1e6
+    print(f"8 bytes, the best turn: ib_write_lat {min(latencies):.1f} us, put + signal {own_us:.1f} us")
     print(f"left behind: {failed.strip()}")
     if told.json:
         perftests = [{"size_bytes": size, "queue_pairs": queues, "gbs": figures}
                      for (size, queues), figures in wires.items()]  # fmt: skip
         with open(told.json, "w", encoding="utf-8") as file:
-            json.dump({"bench": report, "ib_write_bw": perftests, "ib_write_lat_us": latencies}, file, indent=2)
+            json.dump({"bench": reports, "ib_write_bw": perftests, "ib_write_lat_us": latencies}, file, indent=2)
     return 0
 
 
