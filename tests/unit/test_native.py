@@ -80,6 +80,24 @@ def test_ibrc(sanitize):
     check("ibrc_test", sanitize)
 
 
+@pytest.mark.parametrize("puts, disorder", [(100_000, 0), (20_000, 5)])
+def test_many_puts_between_processes(tmp_path, puts, disorder):
+    """Log-uniform sizes on 8 channels over two ports, each payload checked when its signal is seen."""
+    needs_verbs_headers()
+    program = build.build("put_stress")
+    common = ["--provider", "soft", "--paths", "soft0:1:0,soft1:1:0", "--folder", str(tmp_path), "--puts", str(puts),
+              "--soft-seed", str(disorder)]  # fmt: skip
+    ranks = [subprocess.Popen([str(program), "--rank", str(rank), *common], stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True) for rank in range(2)]  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0 and f"{puts // 2} puts in" in output, output
+
+
 def test_mlx5(sanitize):
     """A million work requests: rdma-core's bytes where its header is installed, else written down vectors."""
     check("mlx5_test", sanitize)
