@@ -1,6 +1,7 @@
 #include "host/engine.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "epcomm/agreement.hpp"
@@ -308,6 +309,18 @@ void Engine::leave(PeerState state, int lost) noexcept {
     if (peer != options_.rank)
       (void)transport_->signal(peer, control_channel(), state_word(layout_, options_.rank),
                                state_value(state, lost));
+  }
+  if (state != PeerState::kBroken) return;
+  // Once a call has raised here, peers should find the reason rather than their own deadline.
+  constexpr double kTellSeconds = 0.2;
+  const auto start = std::chrono::steady_clock::now();
+  for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
+    if (transport_->peer_ptr(peer, 0)) continue;
+    const double spent =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (spent >= kTellSeconds) break;
+    const WaitSpec spec{"leave", "quiet", kTellSeconds - spent};
+    (void)transport_->quiet(peer, control_channel(), spec);
   }
 }
 
