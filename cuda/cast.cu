@@ -2,25 +2,10 @@
 // epcomm/formats.h; the instructions used for its conversions are tested to equal it for all
 // inputs.
 #include "epcomm/cast.h"
-#include "rows.cuh"
+#include "quantize.cuh"
 
 namespace epcomm {
 namespace {
-
-#if __CUDA_ARCH__ >= 890
-#define EPCOMM_FP8_INSTRUCTIONS 1
-#endif
-
-// Two codes, the first one in the low byte.
-__device__ uint32_t two_codes(float first, float second) {
-#ifdef EPCOMM_FP8_INSTRUCTIONS
-  uint16_t codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
-  return codes;
-#else
-  return uint32_t(f32_to_e4m3(first)) | uint32_t(f32_to_e4m3(second)) << 8;
-#endif
-}
 
 __device__ void two_floats(uint32_t codes, float* first, float* second) {
 #ifdef EPCOMM_FP8_INSTRUCTIONS
@@ -36,8 +21,7 @@ __device__ void two_floats(uint32_t codes, float* first, float* second) {
 #endif
 }
 
-// The group that kCastLanes threads work at. Each has kCastItems items, in pieces of 16 bytes of
-// floats; pieces of neighbours lie side by side.
+// The group that kCastLanes threads work at.
 struct Group {
   int64_t token;
   int64_t group;
@@ -55,23 +39,6 @@ __device__ Group group_of(const CastArgs& args, int64_t number) {
 }
 
 template <typename Format>
-struct Pieces {
-  static constexpr int kCount = kCastItems / Format::kPerPiece;
-  __device__ static int64_t item(const Group& at, int piece, int lane) {
-    return at.group * kScaleGroup + (piece * kCastLanes + lane) * Format::kPerPiece;
-  }
-};
-
-// kPerPiece codes of a piece as one word.
-template <typename Format>
-__device__ void store_codes(uint8_t* to, const uint32_t* codes) {
-  if constexpr (Format::kPerPiece == 8) {
-    *reinterpret_cast<uint2*>(to) = make_uint2(codes[0], codes[1]);
-  } else {
-    *reinterpret_cast<uint32_t*>(to) = codes[0];
-  }
-}
-template <typename Format>
 __device__ void load_codes(const uint8_t* from, uint32_t* codes) {
   if constexpr (Format::kPerPiece == 8) {
     const uint2 word = *reinterpret_cast<const uint2*>(from);
@@ -82,37 +49,11 @@ __device__ void load_codes(const uint8_t* from, uint32_t* codes) {
   }
 }
 
-// What a thread has of a group, as it lies in memory: whole pieces, or codes one by one.
 template <typename Format>
-struct Raw {
-  Piece16 piece[Pieces<Format>::kCount];
-};
-
-template <typename Format>
-__device__ Raw<Format> load_raw(const CastArgs& args, const Group& at, int lane) {
-  using Code = typename Format::Code;
-  constexpr int kPer = Format::kPerPiece;
-  const uint8_t* const row = offset_by(args.x.data, at.token * args.x.row_stride);
-  const bool aligned = args.x.unit >= int32_t(sizeof(Code));
-  Raw<Format> raw{};
-#pragma unroll
-  for (int i = 0; i < Pieces<Format>::kCount; ++i) {
-    const int64_t first = Pieces<Format>::item(at, i, lane);
-    if (args.vector) {
-      if (first < args.width) raw.piece[i] = load16(row + first * int64_t(sizeof(Code)));
-      continue;
-    }
-#pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      const int64_t item = first + j;
-      if (item < args.width) {
-        const Code code = load_item<Code>(row + item * args.x.item_stride, aligned);
-        raw.piece[i].word[j * int(sizeof(Code)) / 4] |= uint32_t(code)
-                                                        << (j * int(sizeof(Code)) % 4 * 8);
-      }
-    }
-  }
-  return raw;
+__device__ Raw<Format> load_group(const CastArgs& args, const Group& at, int lane) {
+  const bool aligned = args.x.unit >= int32_t(sizeof(typename Format::Code));
+  return load_raw<Format>(offset_by(args.x.data, at.token * args.x.row_stride), args.x.item_stride,
+                          args.width, args.vector != 0, aligned, at.group, lane);
 }
 
 template <typename Format>
@@ -125,48 +66,31 @@ __device__ void quantize(const CastArgs& args) {
   int64_t base = int64_t(blockIdx.x) * (kCastThreads / kCastLanes);
   const int64_t ahead = int(threadIdx.x) / kCastLanes;
   Group next = group_of(args, base + ahead < num_groups ? base + ahead : 0);
-  Raw<Format> next_raw = load_raw<Format>(args, next, lane);
+  Raw<Format> next_raw = load_group<Format>(args, next, lane);
   for (; base < num_groups; base += step) {
     const int64_t number = base + ahead;
     const Group at = next;
     const Raw<Format> raw = next_raw;
     if (base + step < num_groups) {  // on its way while this group is computed
       next = group_of(args, number + step < num_groups ? number + step : 0);
-      next_raw = load_raw<Format>(args, next, lane);
+      next_raw = load_group<Format>(args, next, lane);
     }
-    float value[kCastItems];
-    uint32_t amax = 0;
-#pragma unroll
-    for (int i = 0; i < kCastItems; ++i) {
-      value[i] = Format::at(raw.piece[i / kPer], i % kPer);
-      amax = max(amax, finite_magnitude(value[i]));
-    }
-#pragma unroll
-    for (int far = kCastLanes / 2; far > 0; far /= 2) {
-      amax = max(amax, __shfl_xor_sync(~0u, amax, far));
-    }
-    const float scale = group_scale(amax, args.round_scale);
-    const float inverse = inverse_scale(scale);
+    uint32_t codes[kCastItems / 4];
+    const float scale = quantize_group<Format>(raw, args.round_scale != 0, codes);
     if (number >= num_groups) continue;
     if (lane == 0) args.scales[number] = scale;
     uint8_t* const row = static_cast<uint8_t*>(args.y) + at.token * args.width;
 #pragma unroll
     for (int i = 0; i < Pieces<Format>::kCount; ++i) {
-      uint32_t codes[kPer / 4];
-#pragma unroll
-      for (int j = 0; j < kPer / 4; ++j) {
-        const float* const four = value + i * kPer + 4 * j;
-        codes[j] = two_codes(__fmul_rn(four[0], inverse), __fmul_rn(four[1], inverse)) |
-                   two_codes(__fmul_rn(four[2], inverse), __fmul_rn(four[3], inverse)) << 16;
-      }
-      const int64_t item = Pieces<Format>::item(at, i, lane);
+      const int64_t item = Pieces<Format>::item(at.group, i, lane);
       if (args.vector) {
-        if (item < args.width) store_codes<Format>(row + item, codes);
+        if (item < args.width) store_codes<Format>(row + item, codes + i * (kPer / 4));
         continue;
       }
 #pragma unroll
       for (int j = 0; j < kPer; ++j) {
-        if (item + j < args.width) row[item + j] = uint8_t(codes[j / 4] >> (j % 4 * 8));
+        const uint32_t word = codes[(i * kPer + j) / 4];
+        if (item + j < args.width) row[item + j] = uint8_t(word >> (j % 4 * 8));
       }
     }
   }
@@ -189,7 +113,7 @@ __device__ void dequantize(const CastArgs& args) {
     const float scale = load_float(args.given, at.token, at.group);
 #pragma unroll
     for (int i = 0; i < Pieces<Format>::kCount; ++i) {
-      const int64_t item = Pieces<Format>::item(at, i, lane);
+      const int64_t item = Pieces<Format>::item(at.group, i, lane);
       if (item >= args.width) break;
       uint32_t codes[kPer / 4] = {};
       if (args.vector) {

@@ -1,7 +1,7 @@
-// The hardware's casts between float and the 16-bit row types.
+// The hardware's casts between float and the 16-bit row types, and to fp8 codes.
 #pragma once
 
-#include "epcomm/base.h"
+#include "epcomm/formats.h"
 
 namespace epcomm {
 
@@ -21,6 +21,21 @@ __device__ inline uint16_t float_to_bfloat(float value) {
   uint16_t code;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(code) : "f"(value));
   return code;
+}
+
+#if __CUDA_ARCH__ >= 890
+#define EPCOMM_FP8_INSTRUCTIONS 1
+#endif
+
+// Two codes, the first one in the low byte; equal to f32_to_e4m3 for all inputs (tested).
+__device__ inline uint32_t two_codes(float first, float second) {
+#ifdef EPCOMM_FP8_INSTRUCTIONS
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
+  return codes;
+#else
+  return uint32_t(f32_to_e4m3(first)) | uint32_t(f32_to_e4m3(second)) << 8;
+#endif
 }
 
 }  // namespace epcomm

@@ -1,6 +1,5 @@
 // Combine: a token's owner pulls its rows from the heaps of the ranks that hold them and sums them
 // by the written tree: ranks ascending, from +0.0, in float32, plus bias, rounded once.
-#include "bulk.cuh"
 #include "casts.cuh"
 #include "epcomm/formats.h"
 #include "exchange.cuh"
@@ -90,17 +89,51 @@ __device__ inline uint4 load_once(const char* at) {
   return v;
 }
 
-// Where lane's rank (rank0 + lane) holds a row of the token, or null.
+// The sum of 16 bytes of a row, with the bias, where it belongs.
+template <int kType>
+__device__ inline void put_sum(const ReduceArgs& a, int64_t token, uint32_t at, float* sum) {
+  using R = Row<kType>;
+  if (a.bias) {
+    const float* bias = a.bias + token * a.bias_stride + at / R::kItem;
+#pragma unroll
+    for (int i = 0; i < R::kPer16; ++i) sum[i] += __ldg(bias + i);
+  }
+  *reinterpret_cast<uint4*>(a.out + token * a.out_stride + at) = R::pack(sum);
+}
+
+// Rows of rank `rank0 + lane`, as a lane sees them.
+struct Source {
+  const char* rows;  // its first row of this rank's tokens; null: no such rank
+  int64_t stride;
+  int rank;
+
+  __device__ void open(const ReduceArgs& a, const Link& link, int of) {
+    const Setup& s = a.setup;
+    rank = of;
+    rows = nullptr;
+    stride = 0;
+    if (rank >= s.num_ranks) return;
+    stride = rank == s.rank ? a.own.row_stride : int64_t(a.row_bytes);
+    rows = rank == s.rank ? a.own.data : link.peer_ptr(rank, s.state->peer_rows[rank]);
+    rows += a.routing.base_to[rank] * stride;
+  }
+  // What must be read to know where the token's row is.
+  __device__ int2 look_up(const ReduceArgs& a, int64_t token) const {
+    if (!rows || token >= a.num_tokens) return make_int2(-1, 0);
+    const int ranks = a.setup.num_ranks;
+    return make_int2(__ldg(a.routing.place + token * ranks + rank),
+                     __ldg(a.routing.block_base + token / kLayoutTokens * ranks + rank));
+  }
+  __device__ const char* row(int2 found) const {
+    return found.x < 0 ? nullptr : rows + (int64_t(found.y) + found.x) * stride;
+  }
+};
+
 __device__ inline const char* row_of(const ReduceArgs& a, const Link& link, int64_t token,
                                      int rank) {
-  const Setup& s = a.setup;
-  if (rank >= s.num_ranks) return nullptr;
-  const int32_t place = a.routing.place[token * s.num_ranks + rank];
-  if (place < 0) return nullptr;
-  const int64_t row = a.routing.base_to[rank] +
-                      a.routing.block_base[token / kLayoutTokens * s.num_ranks + rank] + place;
-  if (rank == s.rank) return a.own.data + row * a.own.row_stride;
-  return link.peer_ptr(rank, s.state->peer_rows[rank]) + row * int64_t(a.row_bytes);
+  Source source;
+  source.open(a, link, rank);
+  return source.row(source.look_up(a, token));
 }
 
 __device__ inline const char* from_lane(const char* at, int lane) {
@@ -108,162 +141,100 @@ __device__ inline const char* from_lane(const char* at, int lane) {
       __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(at), lane));
 }
 
+// One warp, a token with at most two rows: both are on their way together, and nothing is kept from
+// piece to piece. Registers hold more in flight than the copy engine has requests for.
 template <int kType>
-__device__ inline void reduce_vectors(const ReduceArgs& a, const Link& link, int64_t token,
-                                      int lane) {
+__device__ inline void sum_two(const ReduceArgs& a, int64_t token, const char* first,
+                               const char* second, int lane) {
   using R = Row<kType>;
-  constexpr int kUnroll = 4;
-  const Setup& s = a.setup;
-  char* out = a.out + token * a.out_stride;
-  const int64_t row_bytes = int64_t(a.row_bytes);
-  const char* mine = row_of(a, link, token, lane);
-  for (int64_t begin = 0; begin < row_bytes; begin += 512 * kUnroll) {
-    const int64_t at = begin + lane * 16;
-    float sum[kUnroll][R::kPer16];
+  constexpr int kPieces = 7;
+  const uint32_t row_bytes = uint32_t(a.row_bytes);
+  for (uint32_t at = uint32_t(lane) * 16; at < row_bytes; at += 512 * kPieces) {
+    uint4 x[kPieces], y[kPieces];
+    if (first) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+      for (int u = 0; u < kPieces; ++u) {
+        if (at + u * 512 < row_bytes) x[u] = load_once(first + at + u * 512);
+      }
+    }
+    if (second) {
+#pragma unroll
+      for (int u = 0; u < kPieces; ++u) {
+        if (at + u * 512 < row_bytes) y[u] = load_once(second + at + u * 512);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kPieces; ++u) {
+      if (at + u * 512 >= row_bytes) break;
+      float sum[R::kPer16];
+#pragma unroll
+      for (int i = 0; i < R::kPer16; ++i) sum[i] = 0.0f;
+      if (first) R::add(sum, x[u]);
+      if (second) R::add(sum, y[u]);
+      put_sum<kType>(a, token, at + u * 512, sum);
+    }
+  }
+}
+
+// One warp, any number of rows, two of them on their way together. `mine` is lane's row if there
+// are at most 32 ranks.
+template <int kType>
+__device__ inline void sum_many(const ReduceArgs& a, const Link& link, int64_t token,
+                                const char* mine, int lane) {
+  using R = Row<kType>;
+  constexpr int kPieces = 4;
+  const int num_ranks = a.setup.num_ranks;
+  const uint32_t row_bytes = uint32_t(a.row_bytes);
+  for (uint32_t begin = 0; begin < row_bytes; begin += 512 * kPieces) {
+    const uint32_t at = begin + uint32_t(lane) * 16;
+    float sum[kPieces][R::kPer16];
+#pragma unroll
+    for (int u = 0; u < kPieces; ++u) {
 #pragma unroll
       for (int i = 0; i < R::kPer16; ++i) sum[u][i] = 0.0f;
     }
-    for (int rank0 = 0; rank0 < s.num_ranks; rank0 += 32) {
-      if (s.num_ranks > 32) mine = row_of(a, link, token, rank0 + lane);
+    for (int rank0 = 0; rank0 < num_ranks; rank0 += 32) {
+      if (num_ranks > 32) mine = row_of(a, link, token, rank0 + lane);
       unsigned left = __ballot_sync(kFullWarp, mine != nullptr);
-      while (left) {  // two rows in flight
+      while (left) {
         const char* first = from_lane(mine, __ffs(int(left)) - 1);
         left &= left - 1;
         const bool two = left != 0;
         const char* second = two ? from_lane(mine, __ffs(int(left)) - 1) : first;
         left &= left - 1;
-        uint4 x[kUnroll], y[kUnroll];
+        uint4 x[kPieces], y[kPieces];
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
+        for (int u = 0; u < kPieces; ++u) {
           if (at + u * 512 < row_bytes) x[u] = load_once(first + at + u * 512);
         }
         if (two) {
 #pragma unroll
-          for (int u = 0; u < kUnroll; ++u) {
+          for (int u = 0; u < kPieces; ++u) {
             if (at + u * 512 < row_bytes) y[u] = load_once(second + at + u * 512);
           }
         }
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) R::add(sum[u], x[u]);
+        for (int u = 0; u < kPieces; ++u) R::add(sum[u], x[u]);
         if (two) {
 #pragma unroll
-          for (int u = 0; u < kUnroll; ++u) R::add(sum[u], y[u]);
+          for (int u = 0; u < kPieces; ++u) R::add(sum[u], y[u]);
         }
       }
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (at + u * 512 >= row_bytes) break;
-      if (a.bias) {
-        const float* bias = a.bias + token * a.bias_stride + (at + u * 512) / R::kItem;
-#pragma unroll
-        for (int i = 0; i < R::kPer16; ++i) sum[u][i] += __ldg(bias + i);
-      }
-      *reinterpret_cast<uint4*>(out + at + u * 512) = R::pack(sum[u]);
+    for (int u = 0; u < kPieces; ++u) {
+      if (at + u * 512 < row_bytes) put_sum<kType>(a, token, at + u * 512, sum[u]);
     }
   }
 }
 
-#ifdef EPCOMM_BULK
-
-// Pieces of rows in the order in which a warp sums them: token, piece, rank ascending.
-struct Pieces {
-  int64_t token, begin;
-  unsigned goes, left;  // ranks that hold a row of the token; those still to come for this piece
-  const char* mine;     // lane's rank's row
-
-  __device__ void open(const ReduceArgs& a, const Link& link, int64_t first, int lane) {
-    token = first;
-    begin = 0;
-    mine = token < a.num_tokens ? row_of(a, link, token, lane) : nullptr;
-    goes = left = __ballot_sync(kFullWarp, mine != nullptr);
-  }
-};
-
-// The copy engine fetches: a ring of pieces per warp keeps much more in flight than registers can,
-// also across tokens. Up to 32 ranks.
+// One warp, rows of any alignment.
 template <int kType>
-__device__ inline void reduce_bulk(const ReduceArgs& a, const Link& link, char* ring,
-                                   uint64_t* barriers, int64_t first, int64_t stride, int lane) {
-  using R = Row<kType>;
-  constexpr int kVectors = kReducePiece / 512;
-  const int64_t row_bytes = int64_t(a.row_bytes);
-  uint32_t issued = 0, used = 0;
-  Pieces ahead;
-  ahead.open(a, link, first, lane);
-  const auto issue = [&] {
-    while (ahead.token < a.num_tokens && issued - used < kReduceStages) {
-      if (ahead.left == 0) {
-        ahead.begin += kReducePiece;
-        ahead.left = ahead.goes;
-        if (ahead.goes == 0 || ahead.begin >= row_bytes)
-          ahead.open(a, link, ahead.token + stride, lane);
-        continue;
-      }
-      const char* row = from_lane(ahead.mine, __ffs(int(ahead.left)) - 1);
-      ahead.left &= ahead.left - 1;
-      if (lane == 0) {
-        const int64_t rest = row_bytes - ahead.begin;
-        const uint32_t bytes = uint32_t(rest < kReducePiece ? rest : kReducePiece);
-        uint64_t* barrier = barriers + issued % kReduceStages;
-        barrier_expect(barrier, bytes);
-        bulk_load(ring + issued % kReduceStages * kReducePiece, row + ahead.begin, bytes, barrier);
-      }
-      ++issued;
-    }
-  };
-  issue();
-  for (int64_t token = first; token < a.num_tokens; token += stride) {
-    const int32_t* places = a.routing.place + token * a.setup.num_ranks;
-    const bool here = lane < a.setup.num_ranks && places[lane] >= 0;
-    const int count = __popc(__ballot_sync(kFullWarp, here));
-    char* out = a.out + token * a.out_stride;
-    for (int64_t begin = 0; begin < row_bytes; begin += kReducePiece) {
-      const int64_t at = begin + lane * 16;
-      float sum[kVectors][R::kPer16];
-#pragma unroll
-      for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-        for (int i = 0; i < R::kPer16; ++i) sum[u][i] = 0.0f;
-      }
-      for (int row = 0; row < count; ++row) {
-        const uint32_t stage = used % kReduceStages;
-        barrier_wait(barriers + stage, used / kReduceStages & 1);
-        const char* piece = ring + stage * kReducePiece + lane * 16;
-#pragma unroll
-        for (int u = 0; u < kVectors; ++u) {
-          if (at + u * 512 < row_bytes)
-            R::add(sum[u], *reinterpret_cast<const uint4*>(piece + u * 512));
-        }
-        __syncwarp();  // all lanes have read the stage
-        ++used;
-        issue();
-      }
-#pragma unroll
-      for (int u = 0; u < kVectors; ++u) {
-        if (at + u * 512 >= row_bytes) break;
-        if (a.bias) {
-          const float* bias = a.bias + token * a.bias_stride + (at + u * 512) / R::kItem;
-#pragma unroll
-          for (int i = 0; i < R::kPer16; ++i) sum[u][i] += __ldg(bias + i);
-        }
-        *reinterpret_cast<uint4*>(out + at + u * 512) = R::pack(sum[u]);
-      }
-    }
-  }
-}
-
-#endif
-
-template <int kType>
-__device__ inline void reduce_elements(const ReduceArgs& a, const Link& link, int64_t token,
-                                       int lane) {
+__device__ inline void sum_elements(const ReduceArgs& a, const Link& link, int64_t token,
+                                    const char* mine, int lane) {
   using R = Row<kType>;
   const Setup& s = a.setup;
   char* out = a.out + token * a.out_stride;
-  const char* mine = row_of(a, link, token, lane);
   for (int64_t begin = 0; begin < a.num_cols; begin += 32) {
     const int64_t column = begin + lane;
     float sum = 0.0f;
@@ -280,7 +251,27 @@ __device__ inline void reduce_elements(const ReduceArgs& a, const Link& link, in
   }
 }
 
-template <int kType>
+// The scalars that came with a token's picks.
+__device__ inline void take_carried(const ReduceArgs& a, const Link& link, int64_t token,
+                                    int lane) {
+  const Setup& s = a.setup;
+  for (int k = lane; k < s.num_topk; k += 32) {
+    const int32_t expert = a.routing.ids[token * s.num_topk + k];
+    float value = 0.0f;
+    if (expert >= 0) {
+      const int rank = s.expert_rank[expert];
+      const int64_t row = a.routing.base_to[rank] +
+                          a.routing.block_base[token / kLayoutTokens * s.num_ranks + rank] +
+                          a.routing.place[token * s.num_ranks + rank];
+      const char* weights = link.peer_ptr(rank, slot_offset(s.layout, s.state->peer_slot[rank])) +
+                            s.layout.slot_weights;
+      value = reinterpret_cast<const float*>(weights)[row * s.num_topk + k];
+    }
+    a.carried_out[token * s.num_topk + k] = value;
+  }
+}
+
+template <int kType, bool kMany>
 __device__ inline void reduce_tokens(const ReduceArgs& a, const Link& link) {
   const Setup& s = a.setup;
   const int lane = int(threadIdx.x & 31), warp = int(threadIdx.x >> 5);
@@ -289,45 +280,24 @@ __device__ inline void reduce_tokens(const ReduceArgs& a, const Link& link) {
   for (int rank = 0; rank < s.num_ranks; ++rank)
     vectors = vectors && (s.state->peer_rows[rank] & 15) == 0;
   const int64_t first = int64_t(blockIdx.x) + int64_t(warp) * gridDim.x;
-  bool bulk = false;
-#ifdef EPCOMM_BULK
-  extern __shared__ __align__(128) char dynamic[];
-  __shared__ uint64_t barriers[kReduceWarps][kReduceStages];
-  bulk = vectors && a.bulk != 0;
-  if (bulk) {
-    if (lane == 0) {
-      for (int stage = 0; stage < kReduceStages; ++stage) barrier_init(&barriers[warp][stage], 1);
-      barrier_fence();
-      asm volatile("fence.proxy.async;" ::: "memory");  // peers' rows, which the entry acquired
-    }
-    __syncwarp();
-    reduce_bulk<kType>(a, link, dynamic + warp * kReduceStages * kReducePiece, barriers[warp],
-                       first, warps, lane);
-  }
-#endif
+  Source source;
+  source.open(a, link, lane);
+  int2 found = source.look_up(a, first);
   for (int64_t token = first; token < a.num_tokens; token += warps) {
-    if (bulk) {
-      if (!a.carried_out) break;
-    } else if (vectors) {
-      reduce_vectors<kType>(a, link, token, lane);
+    const char* mine = source.row(found);
+    found = source.look_up(a, token + warps);  // here by the time it is wanted
+    if (!vectors) {
+      sum_elements<kType>(a, link, token, mine, lane);
+    } else if constexpr (kMany) {
+      sum_many<kType>(a, link, token, mine, lane);
     } else {
-      reduce_elements<kType>(a, link, token, lane);
+      const unsigned goes = __ballot_sync(kFullWarp, mine != nullptr);
+      const unsigned rest = goes & (goes - 1);
+      const char* one = from_lane(mine, goes ? __ffs(int(goes)) - 1 : 0);
+      const char* two = from_lane(mine, rest ? __ffs(int(rest)) - 1 : 0);
+      sum_two<kType>(a, token, goes ? one : nullptr, rest ? two : nullptr, lane);
     }
-    if (!a.carried_out) continue;
-    for (int k = lane; k < s.num_topk; k += 32) {
-      const int32_t expert = a.routing.ids[token * s.num_topk + k];
-      float value = 0.0f;
-      if (expert >= 0) {
-        const int rank = s.expert_rank[expert];
-        const int64_t row = a.routing.base_to[rank] +
-                            a.routing.block_base[token / kLayoutTokens * s.num_ranks + rank] +
-                            a.routing.place[token * s.num_ranks + rank];
-        const char* weights = link.peer_ptr(rank, slot_offset(s.layout, s.state->peer_slot[rank])) +
-                              s.layout.slot_weights;
-        value = reinterpret_cast<const float*>(weights)[row * s.num_topk + k];
-      }
-      a.carried_out[token * s.num_topk + k] = value;
-    }
+    if (a.carried_out) take_carried(a, link, token, lane);
   }
 }
 
@@ -352,20 +322,36 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // num_sms blocks of kReduceWarps warps, one warp per token.
-extern "C" __global__ void __launch_bounds__(kReduceWarps * 32, 1)
-    epcomm_reduce(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ ReduceArgs a) {
+namespace {
+
+template <bool kMany>
+__device__ void reduce(const Wire::Ctx& ctx, const ReduceArgs& a) {
   const Setup& s = a.setup;
   const Link link{ctx, a.setup.rank};
   if (s.state->go == 0) return;
   if (a.row_type == 0) {
-    reduce_tokens<0>(a, link);
+    reduce_tokens<0, kMany>(a, link);
   } else if (a.row_type == 1) {
-    reduce_tokens<1>(a, link);
+    reduce_tokens<1, kMany>(a, link);
   } else {
-    reduce_tokens<2>(a, link);
+    reduce_tokens<2, kMany>(a, link);
   }
   // Rows may be written again when every reader is done.
   if (!last_block(&s.state->reduce_ticket)) return;
   meet(s, link, &s.state->done_phases, kPhaseDone, Op::kCombine, done_word(s.layout, s.rank),
        [&](int peer) { return done_word(s.layout, peer); });
+}
+
+}  // namespace
+
+// At most two ranks, so at most two rows of a token.
+extern "C" __global__ void __launch_bounds__(kReduceWarps * 32, 1)
+    epcomm_reduce_two(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ ReduceArgs a) {
+  reduce<false>(ctx, a);
+}
+
+extern "C" __global__ void __launch_bounds__(kReduceWarps * 32, 1)
+    epcomm_reduce_many(const __grid_constant__ Wire::Ctx ctx,
+                       const __grid_constant__ ReduceArgs a) {
+  reduce<true>(ctx, a);
 }

@@ -3,6 +3,7 @@
 // other call.
 #include "bulk.cuh"
 #include "exchange.cuh"
+#include "quantize.cuh"
 
 namespace epcomm::device {
 
@@ -25,6 +26,36 @@ __device__ inline void send_picks(const SendArgs& a, int64_t token, int peer, ch
     }
   }
 }
+
+// Where a row of the token goes, as lane's rank sees it. Lanes begin with this rank, so that ranks
+// that send at the same time reach their peers in different orders.
+struct Target {
+  int64_t row;
+  char* slot;  // null: not to that rank
+  int rank;
+
+  __device__ Target(const SendArgs& a, const Link& link, int64_t token, int rank0, int lane)
+      : row(-1), slot(nullptr) {
+    const Setup& s = a.setup;
+    const int ranks = s.num_ranks;
+    rank = rank0 + lane;
+    if (ranks <= 32 && lane < ranks)
+      rank = lane + s.rank < ranks ? lane + s.rank : lane + s.rank - ranks;
+    if (rank >= ranks) return;
+    const int32_t place = __ldg(a.routing.place + token * ranks + rank);
+    if (place < 0) return;
+    row = a.routing.base_to[rank] +
+          __ldg(a.routing.block_base + token / kLayoutTokens * ranks + rank) + place;
+    slot = link.peer_ptr(rank, slot_offset(s.layout, s.state->peer_slot[rank]));
+  }
+  // Another lane's.
+  __device__ Target(const Target& of, int lane) {
+    row = __shfl_sync(kFullWarp, of.row, lane);
+    slot = reinterpret_cast<char*>(
+        __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(of.slot), lane));
+    rank = __shfl_sync(kFullWarp, of.rank, lane);
+  }
+};
 
 // Columns of `row` to packed bytes, element by element; `copies` destinations by lane's `to`.
 __device__ inline void copy_elements(char* to, const char* from, int64_t bytes, int64_t col_stride,
@@ -72,6 +103,122 @@ __device__ inline void copy_row(char* to, const Strided& from, int64_t row, int 
   copy_elements(to, at, from.row_bytes, col_stride, itemsize, lane);
 }
 
+// Packed bytes in shared memory to where they belong.
+__device__ inline void copy_shared(char* to, const void* from, int64_t bytes, int lane) {
+  Strided packed{};
+  packed.data = static_cast<const char*>(from);
+  packed.row_bytes = bytes;
+  packed.itemsize = 1;
+  packed.col_stride = 1;
+  packed.packed = 1;
+  copy_row(to, packed, 0, lane);
+}
+
+// Channels [begin, end) of a row, quantised into shared memory; `begin` is a group's.
+template <typename Format>
+__device__ inline void quantize_piece(const SendArgs& a, const char* source, int64_t begin,
+                                      int64_t end, uint8_t* codes, float* scales, int lane) {
+  constexpr int kPer = Format::kPerPiece;
+  const int part = lane % kCastLanes;
+  const int64_t width = int64_t(a.row_bytes);
+  const uint8_t* row = reinterpret_cast<const uint8_t*>(source);
+  // Several groups at a time, and the next ones on their way meanwhile: with one, every step would
+  // wait for memory.
+  constexpr int kAhead = 4 / Pieces<Format>::kCount;
+  constexpr int64_t kStep = 2 * kScaleGroup;
+  const int64_t own = lane / kCastLanes;
+  Raw<Format> next[kAhead];
+  const auto load = [&](int64_t at) {
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      if (at + n * kStep < end) {
+        next[n] = load_raw<Format>(row, a.x.col_stride, width, a.vector != 0, true,
+                                   at / kScaleGroup + 2 * n + own, part);
+      }
+    }
+  };
+  load(begin);
+  for (int64_t at = begin; at < end; at += kAhead * kStep) {
+    Raw<Format> raw[kAhead];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) raw[n] = next[n];
+    load(at + kAhead * kStep);
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      if (at + n * kStep >= end) break;
+      uint32_t words[kCastItems / 4];
+      const float scale = quantize_group<Format>(raw[n], false, words);
+      const int64_t first = at - begin + n * kStep + own * kScaleGroup;
+      if (begin + first >= end) continue;
+#pragma unroll
+      for (int i = 0; i < Pieces<Format>::kCount; ++i) {
+        store_codes<Format>(codes + first + (i * kCastLanes + part) * kPer, words + i * (kPer / 4));
+      }
+      if (part == 0) scales[first / kScaleGroup] = scale;
+    }
+  }
+}
+
+// A token's row as codes and scales to all ranks that it goes to.
+__device__ inline void send_codes(const SendArgs& a, const Link& link, int64_t token,
+                                  const char* source, char* buffer, int lane) {
+  const int64_t width = int64_t(a.row_bytes);
+  const int64_t most = a.piece_channels;
+  uint8_t* codes = reinterpret_cast<uint8_t*>(buffer);
+  float* scales = reinterpret_cast<float*>(buffer + most);
+  [[maybe_unused]] const bool bulk_codes = a.bulk != 0 && (width & 15) == 0;
+  [[maybe_unused]] const bool bulk_scales = a.bulk != 0 && (a.scale_bytes & 15) == 0;
+  for (int64_t begin = 0; begin < width; begin += most) {
+    const int64_t end = begin + most < width ? begin + most : width;
+    const int64_t scale_bytes = (end - begin + kScaleGroup - 1) / kScaleGroup * 4;
+#ifdef EPCOMM_BULK
+    bulk_wait_read();
+#endif
+    __syncwarp();
+    if (a.row_type == 0) {
+      quantize_piece<Float32>(a, source, begin, end, codes, scales, lane);
+    } else if (a.row_type == 1) {
+      quantize_piece<Float16>(a, source, begin, end, codes, scales, lane);
+    } else {
+      quantize_piece<Bfloat16>(a, source, begin, end, codes, scales, lane);
+    }
+#ifdef EPCOMM_BULK
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    __syncwarp();
+    for (int rank0 = 0; rank0 < a.setup.num_ranks; rank0 += 32) {
+      const Target target(a, link, token, rank0, lane);
+#ifdef EPCOMM_BULK
+      if (target.slot) {
+        char* payload = target.slot + a.setup.layout.slot_payload;
+        if (bulk_codes)
+          bulk_store(payload + target.row * width + begin, codes, uint32_t(end - begin));
+        if (bulk_scales) {
+          bulk_store(payload + a.scales_offset + uint64_t(target.row) * a.scale_bytes +
+                         begin / kScaleGroup * 4,
+                     scales, uint32_t(scale_bytes));
+        }
+      }
+      if (bulk_codes && bulk_scales) continue;
+      const bool codes_too = !bulk_codes, scales_too = !bulk_scales;
+#else
+      constexpr bool codes_too = true, scales_too = true;
+#endif
+      for (unsigned left = __ballot_sync(kFullWarp, target.slot != nullptr); left;
+           left &= left - 1) {
+        const Target one(target, __ffs(int(left)) - 1);
+        char* payload = one.slot + a.setup.layout.slot_payload;
+        if (codes_too) copy_shared(payload + one.row * width + begin, codes, end - begin, lane);
+        if (scales_too) {
+          copy_shared(payload + a.scales_offset + uint64_t(one.row) * a.scale_bytes +
+                          begin / kScaleGroup * 4,
+                      scales, scale_bytes, lane);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace epcomm::device
 
 using namespace epcomm;
@@ -81,10 +228,21 @@ using namespace epcomm::device;
 extern "C" __global__ void __launch_bounds__(kEnterThreads, 1)
     epcomm_enter(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ EnterArgs a) {
   __shared__ EnterShared sh;
+  __shared__ Histogram histogram;
   const Link link{ctx, a.setup.rank};
   if (a.counts) {
+    const int experts = a.setup.num_experts;
+    if (experts <= kSharedExperts) {
+      for (int e = int(threadIdx.x); e < experts; e += kEnterThreads) histogram.count[e] = 0;
+      __syncthreads();
+    }
     for (int64_t block = blockIdx.x; block < a.num_blocks; block += gridDim.x)
-      layout_block(a, block);
+      layout_block(a, block, histogram);
+    if (experts <= kSharedExperts) {
+      for (int e = int(threadIdx.x); e < experts; e += kEnterThreads) {
+        if (histogram.count[e]) atomicAdd(a.setup.histogram + e, histogram.count[e]);
+      }
+    }
     if (!last_block(&a.setup.state->enter_ticket)) return;
     scan_blocks(a, a.num_blocks, sh.totals);
     __syncthreads();
@@ -92,9 +250,11 @@ extern "C" __global__ void __launch_bounds__(kEnterThreads, 1)
   enter_call(a, link, sh);
 }
 
+namespace {
+
 // num_sms blocks of kSendWarps warps, one warp per token.
-extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
-    epcomm_send(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ SendArgs a) {
+template <bool kQuantize>
+__device__ void send(const Wire::Ctx& ctx, const SendArgs& a) {
   extern __shared__ __align__(128) char dynamic[];
   const Setup& s = a.setup;
   const Link link{ctx, a.setup.rank};
@@ -103,12 +263,12 @@ extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
   const int ranks = s.num_ranks;
   const int64_t row_bytes = int64_t(a.row_bytes);
   const int64_t stride = int64_t(gridDim.x) * kSendWarps;
+  [[maybe_unused]] char* buffer = dynamic + int64_t(warp) * a.buffer_bytes;
 #ifdef EPCOMM_BULK
   __shared__ uint64_t barriers[kSendWarps];
-  uint64_t* barrier = &barriers[warp];
-  char* buffer = dynamic + int64_t(warp) * a.buffer_bytes;
-  uint32_t parity = 0;
-  if (a.path == kSendBulk) {
+  [[maybe_unused]] uint64_t* barrier = &barriers[warp];
+  [[maybe_unused]] uint32_t parity = 0;
+  if (!kQuantize && a.path == kSendBulk) {
     if (lane == 0) {
       barrier_init(barrier, 1);
       barrier_fence();
@@ -119,8 +279,9 @@ extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
   for (int64_t token = int64_t(blockIdx.x) + int64_t(warp) * gridDim.x; token < a.num_tokens;
        token += stride) {
     const char* source = a.x.data + token * a.x.row_stride;
+    if constexpr (kQuantize) send_codes(a, link, token, source, buffer, lane);
 #ifdef EPCOMM_BULK
-    if (a.path == kSendBulk) {
+    if (!kQuantize && a.path == kSendBulk) {
       // The first piece is on its way while the places are looked up.
       bulk_wait_read();
       __syncwarp();
@@ -131,20 +292,12 @@ extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
       }
     }
 #endif
-    const int32_t* block_base = a.routing.block_base + token / kLayoutTokens * ranks;
     [[maybe_unused]] bool first = true;
     for (int rank0 = 0; rank0 < ranks; rank0 += 32) {
-      const int rank = rank0 + lane;
-      const int32_t place = rank < ranks ? a.routing.place[token * ranks + rank] : -1;
-      int64_t row = -1;
-      char* slot = nullptr;
-      if (place >= 0) {
-        row = a.routing.base_to[rank] + block_base[rank] + place;
-        slot = link.peer_ptr(rank, slot_offset(s.layout, s.state->peer_slot[rank]));
-      }
-      const unsigned goes = __ballot_sync(kFullWarp, place >= 0);
+      const Target target(a, link, token, rank0, lane);
+      const unsigned goes = __ballot_sync(kFullWarp, target.slot != nullptr);
 #ifdef EPCOMM_BULK
-      if (a.path == kSendBulk) {
+      if (!kQuantize && a.path == kSendBulk) {
         for (int64_t begin = 0; begin < row_bytes; begin += a.buffer_bytes) {
           const uint32_t piece =
               uint32_t(row_bytes - begin < a.buffer_bytes ? row_bytes - begin : a.buffer_bytes);
@@ -161,15 +314,19 @@ extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
             barrier_wait(barrier, parity);
             parity ^= 1;
           }
-          if (place >= 0)
-            bulk_store(slot + s.layout.slot_payload + row * row_bytes + begin, buffer, piece);
+          if (target.slot) {
+            bulk_store(target.slot + s.layout.slot_payload + target.row * row_bytes + begin, buffer,
+                       piece);
+          }
           __syncwarp();
         }
       }
 #endif
-      if (a.path == kSendVector) {
+      if (!kQuantize && a.path == kSendVector) {
         constexpr int kUnroll = 4;
-        for (int64_t begin = int64_t(lane) * 16; begin < row_bytes; begin += 32 * 16 * kUnroll) {
+        // Whole steps of the warp: lanes past the row's end still tell where rows go.
+        for (int64_t step = 0; step < row_bytes; step += 32 * 16 * kUnroll) {
+          const int64_t begin = step + lane * 16;
           uint4 part[kUnroll];
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) {
@@ -177,44 +334,35 @@ extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
               part[u] = *reinterpret_cast<const uint4*>(source + begin + u * 512);
           }
           for (unsigned left = goes; left; left &= left - 1) {
-            const int from = __ffs(int(left)) - 1;
-            // Lanes past the row's end have left the loop: the address comes from memory.
-            const int to_rank = rank0 + from;
-            const int64_t to_row = a.routing.base_to[to_rank] + block_base[to_rank] +
-                                   a.routing.place[token * ranks + to_rank];
-            char* to = link.peer_ptr(to_rank, slot_offset(s.layout, s.state->peer_slot[to_rank])) +
-                       s.layout.slot_payload + to_row * row_bytes + begin;
+            const Target one(target, __ffs(int(left)) - 1);
+            char* to = one.slot + s.layout.slot_payload + one.row * row_bytes + begin;
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
               if (begin + u * 512 < row_bytes) *reinterpret_cast<uint4*>(to + u * 512) = part[u];
             }
           }
         }
-        __syncwarp();
       }
       for (unsigned left = goes; left; left &= left - 1) {
-        const int from = __ffs(int(left)) - 1;
-        const int64_t to_row = __shfl_sync(kFullWarp, row, from);
-        char* to_slot = reinterpret_cast<char*>(
-            __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(slot), from));
-        char* payload = to_slot + s.layout.slot_payload;
-        if (a.path == kSendElements && row_bytes > 0)
-          copy_row(payload + to_row * row_bytes, a.x, token, lane);
-        if (a.scale_bytes) {
-          copy_row(payload + a.scales_offset + uint64_t(to_row) * a.scale_bytes, a.scales, token,
+        const Target one(target, __ffs(int(left)) - 1);
+        char* payload = one.slot + s.layout.slot_payload;
+        if (!kQuantize && a.path == kSendElements && row_bytes > 0)
+          copy_row(payload + one.row * row_bytes, a.x, token, lane);
+        if (!kQuantize && a.scale_bytes) {
+          copy_row(payload + a.scales_offset + uint64_t(one.row) * a.scale_bytes, a.scales, token,
                    lane);
         }
         if (!a.cached) {
-          send_picks(a, token, rank0 + from, to_slot, to_row, lane);
+          send_picks(a, token, one.rank, one.slot, one.row, lane);
           if (lane == 0)
-            reinterpret_cast<int32_t*>(to_slot + s.layout.slot_token)[to_row] = int32_t(token);
+            reinterpret_cast<int32_t*>(one.slot + s.layout.slot_token)[one.row] = int32_t(token);
         }
       }
       first = false;
     }
   }
 #ifdef EPCOMM_BULK
-  if (a.path == kSendBulk) bulk_wait_all();
+  if (kQuantize || a.path == kSendBulk) bulk_wait_all();
 #endif
   if (!last_block(&s.state->send_ticket)) return;
   meet(s, link, &s.state->data_phases, kPhaseData, Op::kDispatch,
@@ -222,35 +370,80 @@ extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
        [&](int peer) { return data_word(s.layout, s.shape, peer, 0); });
 }
 
-// What the receiver's arrays say. After a failure: ids -1, counts 0.
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
+    epcomm_send(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ SendArgs a) {
+  send<false>(ctx, a);
+}
+
+// Rows of floats that become codes and scales on their way.
+extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
+    epcomm_send_quantized(const __grid_constant__ Wire::Ctx ctx,
+                          const __grid_constant__ SendArgs a) {
+  send<true>(ctx, a);
+}
+
+namespace {
+
+// What the receiver's arrays say of each pick, `Vector` by `Vector`. After a failure: ids -1.
+template <typename Vector>
+__device__ void collect_picks(const CollectArgs& a, const char* slot, int64_t picks, bool go) {
+  constexpr int64_t kItems = sizeof(Vector) / 4;
+  const Setup& s = a.setup;
+  const auto* ids = reinterpret_cast<const Vector*>(
+      a.cached ? reinterpret_cast<const char*>(a.routing.recv_ids) : slot + s.layout.slot_idx);
+  const auto* weights = reinterpret_cast<const Vector*>(
+      a.cached ? reinterpret_cast<const char*>(a.routing.recv_weights)
+               : slot + s.layout.slot_weights);
+  const auto put = [](void* to, int64_t i, const Vector& value) {
+    if (to) static_cast<Vector*>(to)[i] = value;
+  };
+  const int64_t threads = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < picks / kItems;
+       i += threads) {
+    Vector id{}, weight{};
+    if (go) {
+      id = ids[i];
+      if (a.has_weights) weight = weights[i];
+    } else {
+#pragma unroll
+      for (int word = 0; word < int(kItems); ++word) reinterpret_cast<uint32_t*>(&id)[word] = ~0u;
+    }
+    put(a.ids, i, id);
+    if (!a.cached) put(a.routing.recv_ids, i, id);
+    if (!a.has_weights) continue;
+    put(a.weights, i, weight);
+    if (!a.cached) put(a.routing.recv_weights, i, weight);
+  }
+}
+
+}  // namespace
+
+// The small arrays of the receiver. It may be queued before the host knows how many rows come; a
+// call that was not agreed on has no such arrays. After a failure: counts 0.
 extern "C" __global__ void __launch_bounds__(kCollectThreads, 1)
     epcomm_collect(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ CollectArgs a) {
   const Setup& s = a.setup;
   const Link link{ctx, a.setup.rank};
+  if (s.state->agreed == 0) return;
   const bool go = s.state->go != 0;
-  const int64_t tid = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t threads = int64_t(gridDim.x) * blockDim.x;
-  const int64_t metas = a.recv_rows * s.num_topk;
+  const int64_t rows = a.routing.recv_begin[s.num_ranks];
+  const int64_t picks = rows * s.num_topk;
   const char* slot = link.heap() + slot_offset(s.layout, s.state->slot);
-  const int32_t* ids =
-      a.cached ? a.routing.recv_ids : reinterpret_cast<const int32_t*>(slot + s.layout.slot_idx);
-  const float* weights = a.cached ? a.routing.recv_weights
-                                  : reinterpret_cast<const float*>(slot + s.layout.slot_weights);
-  for (int64_t i = tid; i < metas; i += threads) {
-    const int32_t id = go ? ids[i] : -1;
-    if (a.ids) a.ids[i] = id;
-    if (!a.cached) a.routing.recv_ids[i] = id;
-    if (a.has_weights) {
-      const float weight = go ? weights[i] : 0.0f;
-      if (a.weights) a.weights[i] = weight;
-      if (!a.cached) a.routing.recv_weights[i] = weight;
-    }
+  const bool fours = (picks & 3) == 0 && a.aligned;
+  if (fours) {
+    collect_picks<uint4>(a, slot, picks, go);
+  } else {
+    collect_picks<uint32_t>(a, slot, picks, go);
   }
+  const int64_t tid = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (a.tokens_per_expert) {
-    for (int64_t e = tid; e < s.num_local_experts; e += threads)
+    for (int64_t e = tid; e < s.num_local_experts; e += int64_t(gridDim.x) * blockDim.x)
       a.tokens_per_expert[e] = go ? a.routing.local_picks[e] : 0;
   }
-  if (a.scalars && tid < 2) a.scalars[tid] = tid == 0 && go ? a.recv_rows : 0;
+  if (tid == 0 && a.num_received) *a.num_received = go ? rows : 0;
+  if (tid == 0 && a.overflow) *a.overflow = 0;
 }
 
 // Rows to packed or strided rows in this GPU's memory, one warp per row.

@@ -108,30 +108,47 @@ __device__ inline long long id_at(const EnterArgs& a, int64_t token, int k) {
                       : (long long)*reinterpret_cast<const int*>(at);
 }
 
+// Picks of each expert so far, in shared memory where they fit: most blocks meet every expert.
+constexpr int kSharedExperts = 1024;
+struct Histogram {
+  int count[kSharedExperts];
+};
+
 // Each token's place in the list of every rank that it goes to, counted inside the block.
-__device__ inline void layout_block(const EnterArgs& a, int64_t block) {
+__device__ inline void layout_block(const EnterArgs& a, int64_t block, Histogram& histogram) {
   const Setup& s = a.setup;
   __shared__ int warp_count[kEnterThreads / 32][kMaxRanks];
   const int lane = int(threadIdx.x & 31), warp = int(threadIdx.x >> 5);
   const int64_t token = block * kLayoutTokens + threadIdx.x;
+  int32_t* const counts = s.num_experts <= kSharedExperts ? histogram.count : s.histogram;
   uint64_t low = 0, high = 0;  // ranks of this token
   if (token < a.num_tokens) {
-    for (int k = 0; k < s.num_topk; ++k) {
-      const long long id = id_at(a, token, k);
-      int32_t expert = -1;
-      if (id >= 0 && id < s.num_experts) {
-        expert = int32_t(id);
-        const int rank = s.expert_rank[expert];
-        if (rank < 64)
-          low |= uint64_t(1) << rank;
-        else
-          high |= uint64_t(1) << (rank - 64);
-        atomicAdd(&s.histogram[expert], 1);
-      } else if (id != -1) {
-        atomicMin(reinterpret_cast<unsigned long long*>(&s.state->bad_pick),
-                  (unsigned long long)(token * s.num_topk + k));
+    constexpr int kAtOnce = 8;  // ids on their way together
+    for (int first = 0; first < s.num_topk; first += kAtOnce) {
+      long long ids[kAtOnce];
+      int owner[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        ids[i] = first + i < s.num_topk ? id_at(a, token, first + i) : -1;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        owner[i] = ids[i] >= 0 && ids[i] < s.num_experts ? __ldg(s.expert_rank + ids[i]) : -1;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= s.num_topk) break;
+        const int64_t pick = token * s.num_topk + first + i;
+        if (owner[i] >= 0) {
+          if (owner[i] < 64)
+            low |= uint64_t(1) << owner[i];
+          else
+            high |= uint64_t(1) << (owner[i] - 64);
+          atomicAdd(counts + ids[i], 1);
+        } else if (ids[i] != -1) {
+          atomicMin(reinterpret_cast<unsigned long long*>(&s.state->bad_pick),
+                    (unsigned long long)pick);
+        }
+        a.routing.ids[pick] = owner[i] >= 0 ? int32_t(ids[i]) : -1;
       }
-      a.routing.ids[token * s.num_topk + k] = expert;
     }
   }
   const auto goes = [&](int rank) {
@@ -226,6 +243,7 @@ __device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterSha
   if (tid == 0) {
     state->epoch = epoch;
     state->go = 0;
+    state->agreed = 0;
     state->slot = slot;
     state->bad_pick = ~uint64_t(0);
     sh.fault = FaultWord{};
@@ -397,6 +415,7 @@ __device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterSha
   if (tid == 0) {
     if (slot >= 0) state->slot_epoch[slot] = epoch;
     state->go = 1;
+    state->agreed = 1;
   }
   report_to_host(s, epoch, sh.fault);
 }

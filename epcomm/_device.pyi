@@ -1,6 +1,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from epcomm._arrays import Array
+
 OPS: dict[str, int]
 KERNELS: tuple[str, ...]
 DEFAULT_SMS: int
@@ -22,6 +24,10 @@ class Routing:
     def has_weights(self) -> bool: ...
     @property
     def picks_per_expert(self) -> list[int]: ...
+
+class SmallResults:
+    def __init__(self, like: Array, rows: int, num_topk: int, num_local_experts: int, has_weights: bool) -> None: ...
+    def field(self, name: str) -> Any: ...
 
 class Lease:
     @property
@@ -78,16 +84,15 @@ class DeviceEngine:
         max_threads: int,
         stream: int,
         stream_object: Any = None,
+        small: SmallResults | None = None,
+        async_op: bool = False,
     ) -> Call: ...
     def dispatch_finish(
         self,
         call: Call,
         x: int = 0,
         scales: int = 0,
-        ids: int = 0,
-        weights: int = 0,
-        counts: int = 0,
-        scalars: int = 0,
+        small: SmallResults | None = None,
         keep: Any = None,
         max_threads: int = 0,
         async_op: bool = False,

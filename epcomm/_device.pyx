@@ -12,7 +12,10 @@ from libcpp.utility cimport move
 from libcpp.vector cimport vector
 from posix.unistd cimport getpid, pid_t
 
+from epcomm._arrays cimport Array, empty, framework_of
 from epcomm._cpp cimport Backend, Code, PeerState, Status, check, check_signals
+
+import sys
 
 
 cdef extern from "epcomm/heap.h" namespace "epcomm" nogil:
@@ -47,23 +50,25 @@ cdef extern from "device/engine.hpp" namespace "epcomm::device" nogil:
         cbool has_weights
         vector[int64_t] picks
 
+    cppclass DispatchOutputs:
+        uint64_t x, scales, ids, weights, tokens_per_expert, num_tokens, overflow
+
     cppclass DispatchArgs:
         Rows x, scales, weights
-        int32_t dtype, scale_dtype
+        int32_t dtype, scale_dtype, row_type
         int quantize
         uint64_t ids
         cbool ids_are_64
         int64_t ids_token_stride, ids_topk_stride
         shared_ptr[CRouting] routing
         int want_lease
+        cbool early
+        DispatchOutputs outputs
 
     cppclass CDispatchCall "epcomm::device::DispatchCall":
         shared_ptr[CRouting] routing
         int slot, lease_slot
         uint64_t wire_row_bytes, wire_scale_bytes
-
-    cppclass DispatchOutputs:
-        uint64_t x, scales, ids, weights, tokens_per_expert, scalars
 
     cppclass CombineArgs:
         Rows x, carried
@@ -124,7 +129,8 @@ cdef extern from * nogil:
     }
     static inline void epcomm_kernel(epcomm::device::EngineOptions* options, int which, uintptr_t function) {
       epcomm::device::Kernels& k = options->kernels;
-      epcomm::common::CuFunction* const all[] = {&k.enter, &k.send, &k.collect, &k.copy, &k.carry, &k.reduce};
+      epcomm::common::CuFunction* const all[] = {&k.enter, &k.send,  &k.send_quantized, &k.collect,
+                                                   &k.copy,  &k.carry, &k.reduce_two,     &k.reduce_many};
       *all[which] = reinterpret_cast<epcomm::common::CuFunction>(function);
     }
     static inline int epcomm_lease_slot(epcomm::device::Engine* engine, uintptr_t stream) {
@@ -154,7 +160,8 @@ cdef extern from * nogil:
 
 # Number of epcomm::Op.
 OPS = {"dispatch": 1, "combine": 2, "barrier": 3}
-KERNELS = ("epcomm_enter", "epcomm_send", "epcomm_collect", "epcomm_copy", "epcomm_carry", "epcomm_reduce")
+KERNELS = ("epcomm_enter", "epcomm_send", "epcomm_send_quantized", "epcomm_collect", "epcomm_copy", "epcomm_carry",
+           "epcomm_reduce_two", "epcomm_reduce_many")
 DEFAULT_SMS = 24
 
 
@@ -199,6 +206,67 @@ cdef class Routing:
     def picks_per_expert(self):
         """Picks of each local expert."""
         return list(self.ptr.get().picks)
+
+
+cdef class SmallResults:
+    """One allocation for the small arrays of a dispatch's result; each is made when somebody reads it.
+
+    An allocation costs the host as much as several launches, and a view a third of that. The arrays share the memory
+    but no version counter, and a framework that tracks memory by stream tracks all of it.
+
+    Parameters
+    ----------
+    like : Array
+        Whose framework and device.
+    rows : int
+        Room for the picks of so many received rows.
+    num_topk, num_local_experts : int
+    has_weights : bool
+    """
+
+    cdef object memory
+    cdef cbool is_torch
+    cdef cbool has_weights
+    cdef int64_t rows, num_topk, num_local_experts
+    cdef DispatchOutputs at
+    cdef shared_ptr[CRouting] routing
+
+    def __cinit__(self, Array like, int64_t rows, int64_t num_topk, int64_t num_local_experts, bint has_weights):
+        self.rows = rows
+        self.num_topk = num_topk
+        self.num_local_experts = num_local_experts
+        self.has_weights = has_weights
+        cdef int64_t picks = (rows * num_topk * 4 + 255) // 256 * 256
+        cdef int64_t counts = 256 + picks * (2 if has_weights else 1)
+        self.is_torch = framework_of(like) == "torch"
+        self.memory = empty((counts + 4 * num_local_experts,), "uint8", like)
+        cdef uintptr_t base = self.memory.data_ptr() if self.is_torch else self.memory.data.ptr
+        self.at.num_tokens = base
+        self.at.overflow = base + 8
+        self.at.ids = base + 256
+        self.at.weights = base + 256 + picks if has_weights else 0
+        self.at.tokens_per_expert = base + counts
+
+    def field(self, str name):
+        """The array of a field of ``Dispatched``; ``counts`` as a list."""
+        if name == "counts":
+            return list(self.routing.get().picks)
+        cdef int64_t rows = self.routing.get().recv_rows
+        if name == "topk_idx":
+            return self._array(self.at.ids, (rows, self.num_topk), "int32")
+        if name == "topk_weights":
+            return self._array(self.at.weights, (rows, self.num_topk), "float32")
+        if name == "num_tokens_per_expert":
+            return self._array(self.at.tokens_per_expert, (self.num_local_experts,), "int32")
+        return self._array(self.at.num_tokens if name == "num_tokens" else self.at.overflow, (), "int64")
+
+    cdef object _array(self, uint64_t ptr, tuple shape, str dtype):
+        cdef int64_t at = ptr - self.at.num_tokens  # which lies first
+        if not self.is_torch:
+            return sys.modules["cupy"].ndarray(shape, dtype=dtype, memptr=self.memory.data + at)
+        made = self.memory.new_empty(0, dtype=getattr(sys.modules["torch"], dtype))
+        strides = (max(1, shape[1]), 1) if len(shape) == 2 else (1,) * len(shape)
+        return made.set_(self.memory.untyped_storage(), at // made.element_size(), shape, strides)
 
 
 cdef class Lease:
@@ -400,10 +468,14 @@ cdef class DeviceEngine:
 
     def dispatch_begin(self, x, topk_idx, weights, scales, Routing routing, int dtype, int scale_dtype, int quantize,
                        int row_type, int layout, int64_t alignment, int64_t capacity, int want_lease,
-                       int max_threads, uintptr_t stream, stream_object=None) -> Call:
-        """First half of a dispatch. Arrays are ``_arrays.Array`` of checked shape and dtype, or None."""
+                       int max_threads, uintptr_t stream, stream_object=None, SmallResults small=None,
+                       bint async_op=False) -> Call:
+        """First half of a dispatch. Arrays are ``_arrays.Array`` of checked shape and dtype, or None.
+
+        ``small``: with room for all rows that may come, where there is such memory; else the second half gets it.
+        """
         cdef DispatchArgs args
-        cdef CallContext context = _context(max_threads, stream)
+        cdef CallContext context = _context(max_threads, stream, not async_op)
         cdef Call call = Call.__new__(Call)
         self._tidy()
         call.engine = self
@@ -424,23 +496,31 @@ cdef class DeviceEngine:
         args.dtype = dtype
         args.scale_dtype = scale_dtype
         args.quantize = quantize
+        args.row_type = row_type
         args.want_lease = want_lease
+        if small is not None:
+            args.early = True
+            args.outputs = small.at
+            call.keep.append(small)
         with nogil:
             check(self.engine.dispatch_begin(args, &call.call, context))
+        if small is not None:
+            small.routing = call.call.routing
         return call
 
-    def dispatch_finish(self, Call call, uintptr_t x=0, uintptr_t scales=0, uintptr_t ids=0, uintptr_t weights=0,
-                        uintptr_t counts=0, uintptr_t scalars=0, keep=None, int max_threads=0,
-                        bint async_op=False, current=None):
-        """Second half; addresses of the outputs, 0 where none is wanted. Pending with ``async_op``."""
+    def dispatch_finish(self, Call call, uintptr_t x=0, uintptr_t scales=0, SmallResults small=None, keep=None,
+                        int max_threads=0, bint async_op=False, current=None):
+        """Second half; where rows and scales are copied to, 0 for a lease. Pending with ``async_op``.
+
+        ``small``: only if the first half had none.
+        """
         cdef DispatchOutputs out
         cdef CallContext context = _context(max_threads, call.stream, not async_op)
+        if small is not None:
+            out = small.at
+            small.routing = call.call.routing
         out.x = x
         out.scales = scales
-        out.ids = ids
-        out.weights = weights
-        out.tokens_per_expert = counts
-        out.scalars = scalars
         with nogil:
             check(self.engine.dispatch_finish(&call.call, out, context))
         kept, call.keep = call.keep, None

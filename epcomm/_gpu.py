@@ -76,11 +76,6 @@ def address(array: Any) -> int:
     return pointer or 64
 
 
-def aligned(array: Any) -> bool:
-    """Whether every element lies at a multiple of its size, as GPUs want it."""
-    return all(at % array.itemsize == 0 for at in (array.ptr, *array.strides))
-
-
 def _own(array: Any) -> Any:
     """A resolved GPU array as an array of the framework that results come from."""
     if array.kind in ("torch", "cupy"):

@@ -11,9 +11,37 @@ def _describe(value: Any) -> str:
     return f"<{type(value).__name__} {tuple(shape)} {getattr(value, 'dtype', '')}>".replace(" >", ">")
 
 
+class Later:
+    """Stands for a field that `source.field(name)` makes when it is first read: most readers need few of them."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+
+class _Field:
+    """A field that may hold a :class:`Later`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, result: Any, owner: type | None = None) -> Any:
+        if result is None:
+            return None  # the default
+        value = result.__dict__[self._name]
+        if type(value) is Later:
+            value = result.__dict__[self._name] = value.source.field(self._name)
+        return value
+
+    def __set__(self, result: Any, value: Any) -> None:
+        result.__dict__[self._name] = value
+
+
 class _Shown:
     def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={_describe(value)}" for name, value in vars(self).items() if value is not None)
+        values = ((name, getattr(self, name)) for name in vars(self))
+        fields = ", ".join(f"{name}={_describe(value)}" for name, value in values if value is not None)
         return f"{type(self).__name__}({fields})"
 
 
@@ -54,13 +82,13 @@ class Dispatched(_Shown):
 
     x: Any
     scales: Any = None
-    topk_idx: Any = None
-    topk_weights: Any = None
-    num_tokens_per_expert: Any = None
+    topk_idx: Any = _Field()
+    topk_weights: Any = _Field()
+    num_tokens_per_expert: Any = _Field()
     expert_offsets: Any = None
-    counts: list[int] | None = None
-    num_tokens: Any = None
-    overflow: Any = None
+    counts: Any = _Field()
+    num_tokens: Any = _Field()
+    overflow: Any = _Field()
     handle: Any = None
     event: Any = None
     hook: Any = None

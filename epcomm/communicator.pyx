@@ -10,8 +10,8 @@ from operator import index
 
 import numpy as np
 
-from epcomm import _arrays, _create, _gpu, _host, ops
-from epcomm._results import Combined, Dispatched, Event
+from epcomm import _arrays, _create, _device, _gpu, _host, ops
+from epcomm._results import Combined, Dispatched, Event, Later
 from epcomm.errors import (
     EpcommError,
     InvalidArgumentError,
@@ -21,6 +21,7 @@ from epcomm.errors import (
 )
 
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+_EARLY_BYTES = 8 << 20  # of a result's picks, taken before it is known how many there are
 _serial = itertools.count(1)
 
 
@@ -54,7 +55,6 @@ class Handle:
         self.num_tokens = routing.num_tokens
         self.num_rows = routing.output_rows
         self.has_weights = routing.has_weights
-        self._num_picks = sum(routing.picks_per_expert)
         self._lease = None  # on a GPU: weak reference to the lease of the dispatch
         self._like = None  # on a GPU: an array of the dispatch's kind
 
@@ -638,7 +638,7 @@ class Communicator:
         if array.device != self.device:
             raise InvalidArgumentError(
                 f"{call}: {name} lies on {array.device}, but the communicator was created with device={self.device!r}")
-        if self._gpu is not None and not _gpu.aligned(array):
+        if self._gpu is not None and not array.aligned():
             raise InvalidArgumentError(f"{call}: {name} has elements at addresses that are no multiples of their "
                                        f"{array.itemsize} bytes; allowed on GPU memory: aligned ones")
         if array.requires_grad:
@@ -775,22 +775,31 @@ class Communicator:
             self._check_row(call, "x", columns * x.itemsize, scales.shape[1] * scales.itemsize)
         self._on_gpu_only(call, "layout", layout, "rank")
         self._on_gpu_only(call, "capacity", capacity, None)
-        self._on_gpu_only(call, "quantize", quantize, None)
         out_dtype = "float8_e4m3fn" if quantize else x.dtype
         scale_dtype = "float32" if quantize else scales.dtype if scales is not None else None
         if out_dtype not in _create.DTYPES:
             raise InvalidArgumentError(f"{call}: x has dtype {x.dtype}; allowed: any native dtype of 1, 2 or 4 bytes")
+        small, for_gpu = None, {}
+        if self._gpu is not None:
+            # Memory for as many rows as may come is taken before the call, so that its kernels follow each other
+            # without the host; where that would waste much, once the rows are counted.
+            most = self._made.shape["max_recv_tokens"] if routing is None else routing.output_rows
+            has_weights = weights is not None if routing is None else routing.has_weights
+            if routing is not None or most * parameters["num_topk"] * 8 <= _EARLY_BYTES:
+                small = for_gpu["small"] = self._small_results(x, most, has_weights)
+            for_gpu["async_op"] = async_op
+            for_gpu |= self._streams(call, (x, idx, weights, scales), stream)
         return {
             "x": x, "columns": columns, "handle": handle, "layout": layout, "alignment": expert_alignment,
-            "capacity": capacity, "copy": copy, "threads": threads, "async_op": async_op, "out_dtype": out_dtype,
-            "scale_dtype": scale_dtype,
+            "small": small, "capacity": capacity, "copy": copy, "threads": threads, "async_op": async_op,
+            "out_dtype": out_dtype, "scale_dtype": scale_dtype, "stream_given": stream is not None,
             "begin": dict(
                 x=x, topk_idx=idx, weights=weights, scales=scales, routing=routing,
                 dtype=_create.DTYPES.index(x.dtype), scale_dtype=-1 if scale_dtype is None else
                 _create.DTYPES.index(scale_dtype), quantize=1 if quantize else 0,
                 row_type=_host.ROW_TYPES.get(x.dtype, 0), layout=_host.LAYOUTS[layout], alignment=expert_alignment,
                 capacity=-1 if capacity is None else capacity, want_lease=1 if copy is None else 0 if copy else 2,
-                max_threads=threads, **self._streams(call, (x, idx, weights, scales), stream)),
+                max_threads=threads, **for_gpu),
         }
 
     def _dispatch_result(self, call, request):
@@ -812,7 +821,10 @@ class Communicator:
                 raise error
 
         if self._gpu is not None:
-            outputs["current"] = partial(_gpu.current, request["x"].kind, self._gpu)
+            current = partial(_gpu.current, request["x"].kind, self._gpu)
+            if request["stream_given"] and outputs:
+                self._engine.order_after(current()[0])  # a fill of new memory, for one
+            outputs["current"] = current
         pending = self._engine.dispatch_finish(
             call, **outputs, keep=result, max_threads=request["threads"], async_op=request["async_op"])
         if pending is not None:
@@ -827,13 +839,13 @@ class Communicator:
         rows = routing.output_rows
         local = self.num_local_experts
         addresses = {}
+        later = None  # on a GPU: what makes the small arrays
 
         def make(name, shape, dtype):
+            if later is not None:
+                return later
             array = _arrays.empty(shape, dtype, like)
-            if self._gpu is None:
-                addresses[name] = _arrays.view(array, name).ptr or 64
-            else:
-                addresses[name] = _gpu.address(array)
+            addresses[name] = (_arrays.view(array, name).ptr or 64) if self._gpu is None else _gpu.address(array)
             return array
 
         scale_columns = 0
@@ -858,15 +870,17 @@ class Communicator:
         handle = request["handle"]
         if handle is None:
             handle = Handle(self, routing, layout, request["alignment"], capacity)
-        counts = None if capacity is not None else routing.picks_per_expert
-        delivered = routing.recv_rows if layout == "rank" else routing.num_picks - routing.num_dropped
         if self._gpu is None:
+            counts = None if capacity is not None else routing.picks_per_expert
+            delivered = routing.recv_rows if layout == "rank" else routing.num_picks - routing.num_dropped
             num_tokens, overflow = self._scalar(delivered, like), self._scalar(routing.num_dropped, like)
         else:
-            scalars = make("scalars", (2,), "int64")  # filled in stream order
-            num_tokens, overflow = scalars[0], scalars[1]
+            small = request["small"]
+            if small is None:
+                small = addresses["small"] = self._small_results(like, rows, routing.has_weights)
+            counts = num_tokens = overflow = later = Later(small)
             if handle._like is None:
-                handle._like = _arrays.view(num_tokens, "like")
+                handle._like = _arrays.kind_of(like)
             if lease is not None:
                 handle._lease = weakref.ref(lease[0])
         result = Dispatched(
@@ -882,6 +896,9 @@ class Communicator:
             handle=handle,
         )
         return result, addresses
+
+    def _small_results(self, like, rows, has_weights):
+        return _device.SmallResults(like, rows, self._made.parameters["num_topk"], self.num_local_experts, has_weights)
 
     @staticmethod
     def _scalar(value, like):

@@ -88,12 +88,15 @@ CAST = Unit(
 _NVLINK: dict[str, Any] = {"includes": ("epcomm/device/nvlink.cuh",), "defines": (("EPCOMM_WIRE", "nvlink"),)}
 DISPATCH = Unit(
     "dispatch.cu",
-    ("epcomm_enter", "epcomm_send", "epcomm_collect", "epcomm_copy"),
-    may_use_stack=("epcomm_enter", "epcomm_send"),
+    ("epcomm_enter", "epcomm_send", "epcomm_send_quantized", "epcomm_collect", "epcomm_copy"),
+    may_use_stack=("epcomm_enter", "epcomm_send", "epcomm_send_quantized"),
     **_NVLINK,
 )
-COMBINE = Unit("combine.cu", ("epcomm_carry", "epcomm_reduce"), may_use_stack=("epcomm_reduce",), **_NVLINK)
-UNITS = (LAYOUT, PERMUTE, UNPERMUTE, CAST, DISPATCH, COMBINE)
+COMBINE = Unit("combine.cu", ("epcomm_carry", "epcomm_reduce_two", "epcomm_reduce_many"),
+    may_use_stack=("epcomm_reduce_two", "epcomm_reduce_many"), **_NVLINK)
+# Not the engine's: what `python -m epcomm bench` measures it against.
+FLOOR = Unit("floor.cu", ("epcomm_floor_push", "epcomm_floor_pull", "epcomm_floor_delay"))
+UNITS = (LAYOUT, PERMUTE, UNPERMUTE, CAST, DISPATCH, COMBINE, FLOOR)
 
 
 class Built(NamedTuple):
@@ -312,6 +315,8 @@ class Module:
         ``CUfunction`` of each kernel, in the device's primary context, valid for the life of the process.
     resources : dict of str to Resources
         What the driver says that each takes.
+    raw : dict of str to cupy.RawKernel
+        The same kernels, to launch from Python.
     arch : str
     """
 
@@ -321,6 +326,7 @@ class Module:
         self.arch = arch
         self.functions: dict[str, int] = {}
         self.resources: dict[str, Resources] = {}
+        self.raw: dict[str, Any] = {}
         self._kept: list[Any] = []
         with cupy.cuda.Device(device), tempfile.TemporaryDirectory(prefix="epcomm-") as folder:
             path = built.path
@@ -337,7 +343,8 @@ class Module:
                     built.resources[name].spill_bytes,
                 )  # fmt: skip
                 self.functions[name] = int(kernel.kernel.ptr)
-                self._kept += [kernel, kernel.kernel]
+                self.raw[name] = kernel
+                self._kept.append(kernel.kernel)
             self._kept.append(raw)
 
 

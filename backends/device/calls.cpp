@@ -6,6 +6,7 @@
 #include "common/errors.hpp"
 #include "device/engine.hpp"
 #include "epcomm/agreement.hpp"
+#include "epcomm/formats.h"
 
 namespace epcomm::device {
 
@@ -24,10 +25,12 @@ bool aligned16(const Rows& rows) {
 
 // ---- dispatch
 
-// Device memory of a new routing, in one piece.
-Status Engine::make_routing(Routing* routing) noexcept {
+// Device memory of a new routing, in one piece; with the received side's for that many rows if they
+// are not negative.
+Status Engine::make_routing(Routing* routing, int64_t recv_rows) noexcept {
   const int64_t ranks = options_.shape.num_ranks, tokens = routing->num_tokens;
   const int64_t blocks = std::max<int64_t>(1, ceil_div(tokens, kLayoutTokens));
+  const int64_t topk = options_.shape.num_topk;
   uint64_t at = 0;
   const auto take = [&at](int64_t bytes) {
     const uint64_t here = at;
@@ -35,9 +38,12 @@ Status Engine::make_routing(Routing* routing) noexcept {
     return here;
   };
   const uint64_t place = take(tokens * ranks * 4), block_base = take(blocks * ranks * 4);
-  const uint64_t ids = take(tokens * options_.shape.num_topk * 4);
+  const uint64_t ids = take(tokens * topk * 4);
   const uint64_t base_to = take(ranks * 8), recv_begin = take((ranks + 1) * 8);
   const uint64_t local_picks = take(int64_t(num_local_) * 4);
+  const int64_t received = recv_rows >= 0 ? recv_rows * topk * 4 : 0;
+  const uint64_t recv_ids = take(received);
+  const uint64_t recv_weights = take(routing->has_weights ? received : 0);
   routing->core_ = core_;
   EPCOMM_RETURN_IF_ERROR(core_->allocate(at, &routing->sent_));
   const CuPointer base = routing->sent_;
@@ -48,6 +54,21 @@ Status Engine::make_routing(Routing* routing) noexcept {
   view.base_to = reinterpret_cast<int64_t*>(base + base_to);
   view.recv_begin = reinterpret_cast<int64_t*>(base + recv_begin);
   view.local_picks = reinterpret_cast<int32_t*>(base + local_picks);
+  if (recv_rows >= 0) {
+    view.recv_ids = reinterpret_cast<int32_t*>(base + recv_ids);
+    if (routing->has_weights) view.recv_weights = reinterpret_cast<float*>(base + recv_weights);
+  }
+  return {};
+}
+
+// The received side's, once it is known how many rows there are.
+Status Engine::make_received(Routing* routing, int64_t recv_rows) noexcept {
+  const uint64_t bytes = align_up(uint64_t(recv_rows * options_.shape.num_topk) * 4, 256);
+  EPCOMM_RETURN_IF_ERROR(
+      core_->allocate(bytes * (routing->has_weights ? 2 : 1), &routing->received_));
+  routing->view.recv_ids = reinterpret_cast<int32_t*>(routing->received_);
+  if (routing->has_weights)
+    routing->view.recv_weights = reinterpret_cast<float*>(routing->received_ + bytes);
   return {};
 }
 
@@ -63,6 +84,10 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
     call->slot = take_free_slot();
     call->wire_row_bytes = uint64_t(args.x.row_bytes());
     call->wire_scale_bytes = args.scales.data ? uint64_t(args.scales.row_bytes()) : 0;
+    if (args.quantize) {
+      call->wire_row_bytes = uint64_t(args.x.num_cols);
+      call->wire_scale_bytes = uint64_t(ceil_div(args.x.num_cols, kScaleGroup)) * 4;
+    }
     std::shared_ptr<Routing> routing = args.routing;
 
     EnterArgs enter_args = entry(Op::kDispatch, args.x.num_rows);
@@ -75,7 +100,7 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
       routing->num_local_experts = num_local_;
       routing->num_tokens = args.x.num_rows;
       routing->has_weights = args.weights.data != 0;
-      refusal = make_routing(routing.get());
+      refusal = make_routing(routing.get(), args.early ? shape.max_recv_tokens : -1);
     }
     if (refusal.ok() && args.want_lease == 2 && leases_held() >= shape.num_slots)
       refusal = no_lease_left(leases_held(), shape.num_slots);
@@ -108,24 +133,37 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
       blocks = std::clamp<int64_t>(enter_args.num_blocks, 1, sms(context));
     }
     enter_args.routing = routing->view;
+    call->routing = routing;
+    const bool leased = refusal.ok() && args.want_lease != 0 && leases_held() < shape.num_slots;
     EPCOMM_RETURN_IF_ERROR(enter(enter_args, blocks));
     if (refusal.ok()) EPCOMM_RETURN_IF_ERROR(send(*call, args, *routing, context));
+    if (refusal.ok() && args.early) {
+      EPCOMM_RETURN_IF_ERROR(collect(call, args.outputs, context));
+      if (leased && context.join) {
+        EPCOMM_RETURN_IF_ERROR(core_->before(context.stream));
+        call->joined = true;
+      }
+    }
     if (!call->cached) {
-      EPCOMM_RETURN_IF_ERROR(await_report("dispatch", context));
+      const Status agreed = await_report("dispatch", context);
+      if (!agreed.ok()) {
+        // What is queued still writes to memory that the caller is about to give back.
+        if (call->collected && !call->joined) (void)core_->before(context.stream);
+        return agreed;
+      }
       const int64_t* told = reinterpret_cast<const int64_t*>(pinned_ + kReportRowsOffset);
       routing->generation = report_->epoch;
       routing->recv_rows = report_->recv_rows;
       routing->rows_of.assign(told, told + ranks * ranks);
       routing->picks.assign(told + ranks * ranks, told + ranks * ranks + num_local_);
     }
-    if (args.want_lease && leases_held() < shape.num_slots) {
+    if (leased) {
       call->lease_slot = call->slot;
       slot_use_[size_t(call->slot)] = SlotUse::kLease;
       ++stats_.leases_granted;
     }
     args.routing = nullptr;
     call->args = std::move(args);
-    call->routing = std::move(routing);
     return Status{};
   }));
 }
@@ -136,9 +174,23 @@ Status Engine::dispatch_finish(DispatchCall* call, const DispatchOutputs& out,
   ContextScope scope(core_->driver(), core_->context());
   EPCOMM_RETURN_IF_ERROR(scope.status());
   const Routing& routing = *call->routing;
-  Status status = guarded([&] { return collect(call, out, context); });
+  Status status = guarded([&]() -> Status {
+    const bool copied = call->lease_slot < 0;
+    // The outputs' memory is the caller's from this point of its stream on.
+    if (copied || !call->collected) EPCOMM_RETURN_IF_ERROR(core_->after(context.stream));
+    if (!call->collected) {
+      if (!call->cached)
+        EPCOMM_RETURN_IF_ERROR(make_received(call->routing.get(), routing.recv_rows));
+      EPCOMM_RETURN_IF_ERROR(collect(call, out, context));
+    }
+    if (copied) EPCOMM_RETURN_IF_ERROR(copy_out(*call, out));
+    return context.join && !call->joined ? core_->before(context.stream) : Status{};
+  });
   // A cached call is agreed on by now or soon: its rows are on their way behind the agreement.
-  if (status.ok() && call->cached) status = await_report("dispatch", context);
+  if (status.ok() && call->cached) {
+    status = await_report("dispatch", context);
+    if (!status.ok() && !context.join) (void)core_->before(context.stream);  // as above
+  }
   if (status.ok()) {
     const int me = options_.rank;
     ++stats_.dispatches;
@@ -173,7 +225,20 @@ Status Engine::send(const DispatchCall& call, const DispatchArgs& args, const Ro
   send_args.routing = routing.view;
   send_args.cached = call.cached;
   int shared = 0;
-  if (!aligned16(args.x)) {
+  common::CuFunction function = options_.kernels.send;
+  if (args.quantize) {
+    function = options_.kernels.send_quantized;
+    send_args.row_type = args.row_type;
+    send_args.vector = aligned16(args.x);
+    send_args.bulk = send_buffer_max_ > 0;
+    // Codes of whole steps of four groups, so that a piece's scales begin at 16 bytes too.
+    const int64_t step = 4 * kScaleGroup, step_bytes = step + 4 * 4;
+    const int64_t room = (send_buffer_max_ > 0 ? send_buffer_max_ : kSendBytesPlain) / kSendWarps;
+    const int64_t steps = std::min(room / step_bytes, ceil_div(args.x.num_cols, step));
+    send_args.piece_channels = int32_t(steps * step);
+    send_args.buffer_bytes = int32_t(steps * step_bytes);
+    shared = send_args.buffer_bytes * kSendWarps;
+  } else if (!aligned16(args.x)) {
     send_args.path = kSendElements;
   } else if (send_buffer_max_ > 0) {
     send_args.path = kSendBulk;
@@ -184,57 +249,42 @@ Status Engine::send(const DispatchCall& call, const DispatchArgs& args, const Ro
     send_args.path = kSendVector;
   }
   void* send_arguments[] = {options_.ctx.data(), &send_args};
-  return launch(options_.kernels.send, sms(context), kSendWarps * 32, shared, send_arguments,
-                "launch of send");
+  return launch(function, sms(context), kSendWarps * 32, shared, send_arguments, "launch of send");
 }
 
-// What the host needed the counts for: the caller's arrays.
+// The receiver's small arrays, behind its rows.
 Status Engine::collect(DispatchCall* call, const DispatchOutputs& out,
                        const CallContext& context) noexcept {
-  const Driver& driver = core_->driver();
-  Routing& routing = *call->routing;
-  const int topk = options_.shape.num_topk;
-  // The outputs' memory is the caller's from this point of its stream on.
-  EPCOMM_RETURN_IF_ERROR(core_->after(context.stream));
-  const int64_t metas = routing.recv_rows * topk;
-  if (!call->cached) {
-    const uint64_t ids_bytes = align_up(uint64_t(metas) * 4, 256);
-    EPCOMM_RETURN_IF_ERROR(
-        core_->allocate(ids_bytes * (routing.has_weights ? 2 : 1), &routing.received_));
-    routing.view.recv_ids = reinterpret_cast<int32_t*>(routing.received_);
-    routing.view.recv_weights =
-        routing.has_weights ? reinterpret_cast<float*>(routing.received_ + ids_bytes) : nullptr;
-  }
-
+  const Routing& routing = *call->routing;
   CollectArgs collected{};
   collected.setup = setup_;
   collected.routing = routing.view;
-  collected.recv_rows = routing.recv_rows;
   collected.cached = call->cached;
   collected.has_weights = routing.has_weights;
+  collected.aligned = ((out.ids | out.weights) & 15) == 0;
   collected.ids = reinterpret_cast<int32_t*>(out.ids);
   collected.weights = reinterpret_cast<float*>(out.weights);
   collected.tokens_per_expert = reinterpret_cast<int32_t*>(out.tokens_per_expert);
-  collected.scalars = reinterpret_cast<int64_t*>(out.scalars);
+  collected.num_received = reinterpret_cast<int64_t*>(out.num_tokens);
+  collected.overflow = reinterpret_cast<int64_t*>(out.overflow);
   void* arguments[] = {options_.ctx.data(), &collected};
-  EPCOMM_RETURN_IF_ERROR(
-      launch(options_.kernels.collect,
-             std::clamp<int64_t>(ceil_div(metas, kCollectThreads * 4), 1, sms(context)),
-             kCollectThreads, 0, arguments, "launch of collect"));
+  call->collected = true;
+  return launch(options_.kernels.collect, sms(context), kCollectThreads, 0, arguments,
+                "launch of collect");
+}
 
-  const uint64_t payload = slot_payload(call->slot);
-  const auto copy_out = [&](uint64_t to, uint64_t from, uint64_t bytes) -> Status {
+// Rows and scales to the caller's memory.
+Status Engine::copy_out(const DispatchCall& call, const DispatchOutputs& out) noexcept {
+  const Driver& driver = core_->driver();
+  const uint64_t payload = slot_payload(call.slot), rows = uint64_t(call.routing->recv_rows);
+  const auto copy = [&](uint64_t to, uint64_t from, uint64_t bytes) -> Status {
     if (!to || bytes == 0) return {};
     return driver.check(driver.cuMemcpyDtoDAsync(to, from, bytes, core_->stream()),
                         "cuMemcpyDtoDAsync");
   };
-  if (call->lease_slot < 0) {
-    const uint64_t rows = uint64_t(routing.recv_rows);
-    EPCOMM_RETURN_IF_ERROR(copy_out(out.x, payload, rows * call->wire_row_bytes));
-    EPCOMM_RETURN_IF_ERROR(copy_out(out.scales, payload + scales_offset(call->wire_row_bytes),
-                                    rows * call->wire_scale_bytes));
-  }
-  return context.join ? core_->before(context.stream) : Status{};
+  EPCOMM_RETURN_IF_ERROR(copy(out.x, payload, rows * call.wire_row_bytes));
+  return copy(out.scales, payload + scales_offset(call.wire_row_bytes),
+              rows * call.wire_scale_bytes);
 }
 
 // ---- combine
@@ -336,10 +386,11 @@ Status Engine::combine(const CombineArgs& args, const CallContext& context) noex
     reduce.carried_out = reinterpret_cast<float*>(args.carried_out);
     reduce.row_type = args.row_type;
     reduce.aligned = aligned16(args.x) && ((args.out | uint64_t(args.out_stride)) & 15) == 0;
-    reduce.bulk = send_buffer_max_ >= kReduceBytes && reduce.aligned && shape.num_ranks <= 32;
     void* arguments[] = {options_.ctx.data(), &reduce};
-    EPCOMM_RETURN_IF_ERROR(launch(options_.kernels.reduce, sms(context), kReduceWarps * 32,
-                                  reduce.bulk ? kReduceBytes : 0, arguments, "launch of reduce"));
+    const Kernels& kernels = options_.kernels;
+    EPCOMM_RETURN_IF_ERROR(launch(shape.num_ranks > 2 ? kernels.reduce_many : kernels.reduce_two,
+                                  sms(context), kReduceWarps * 32, 0, arguments,
+                                  "launch of reduce"));
     if (context.join) EPCOMM_RETURN_IF_ERROR(core_->before(context.stream));
     // All ranks raise the same error in this call; the rows are on their way meanwhile.
     return await_report("combine", context);

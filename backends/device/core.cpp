@@ -58,6 +58,7 @@ Core::~Core() {
     if (scope.ok()) {
       if (in_) driver_.cuEventDestroy(in_);
       if (out_) driver_.cuEventDestroy(out_);
+      for (CuEvent event : spare_) driver_.cuEventDestroy(event);
       if (pool_) driver_.cuMemPoolDestroy(pool_);
       if (stream_) driver_.cuStreamDestroy(stream_);
     }
@@ -91,19 +92,39 @@ Status Core::before(CuStream stream) {
   return driver_.check(driver_.cuStreamWaitEvent(stream, out_, 0), "cuStreamWaitEvent");
 }
 
+Status Core::take_event(CuEvent* out) {
+  {
+    std::lock_guard<std::mutex> lock(spare_mutex_);
+    if (!spare_.empty()) {
+      *out = spare_.back();
+      spare_.pop_back();
+      return {};
+    }
+  }
+  return driver_.check(driver_.cuEventCreate(out, kCuEventDisableTiming), "cuEventCreate");
+}
+
+void Core::give_event(CuEvent event) noexcept {
+  try {
+    std::lock_guard<std::mutex> lock(spare_mutex_);
+    spare_.push_back(event);
+  } catch (const std::bad_alloc&) {
+    ContextScope scope(driver_, context_);
+    if (scope.ok()) driver_.cuEventDestroy(event);
+  }
+}
+
+// Whoever still waits for the event waits for what it stood for when the wait was queued.
 Mark::~Mark() {
-  if (!event_ || core_->inherited()) return;
-  ContextScope scope(core_->driver(), core_->context());
-  if (scope.ok()) core_->driver().cuEventDestroy(event_);
+  if (event_ && !core_->inherited()) core_->give_event(event_);
 }
 
 Status Mark::record(const std::shared_ptr<Core>& core, CuStream stream, Mark* out) {
-  const Driver& driver = core->driver();
   Mark made;
   made.core_ = core;
+  EPCOMM_RETURN_IF_ERROR(core->take_event(&made.event_));
   EPCOMM_RETURN_IF_ERROR(
-      driver.check(driver.cuEventCreate(&made.event_, kCuEventDisableTiming), "cuEventCreate"));
-  EPCOMM_RETURN_IF_ERROR(driver.check(driver.cuEventRecord(made.event_, stream), "cuEventRecord"));
+      core->driver().check(core->driver().cuEventRecord(made.event_, stream), "cuEventRecord"));
   *out = std::move(made);
   return {};
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "common/driver.hpp"
@@ -35,6 +36,11 @@ class Core {
   Status after(common::CuStream stream);
   Status before(common::CuStream stream);
 
+  // Events without timing, used again: making one costs as much as a launch. Context current; any
+  // thread.
+  Status take_event(common::CuEvent* out);
+  void give_event(common::CuEvent event) noexcept;
+
  private:
   Core() = default;
   Status open(int device);
@@ -47,6 +53,8 @@ class Core {
   common::CuStream stream_ = nullptr;
   common::CuPool pool_ = nullptr;
   common::CuEvent in_ = nullptr, out_ = nullptr;
+  std::mutex spare_mutex_;
+  std::vector<common::CuEvent> spare_;
 };
 
 // A point in a stream, for whoever wants to know or wait.

@@ -135,13 +135,12 @@ Status Engine::open(EngineOptions options) noexcept {
 
     slot_use_.assign(size_t(setup_.num_slots), SlotUse::kFree);
     if (core_->compute() >= 90) {
-      EPCOMM_RETURN_IF_ERROR(driver.check(
-          driver.cuFuncSetAttribute(options_.kernels.reduce, kCuMaxDynamicShared, kReduceBytes),
-          "cuFuncSetAttribute"));
       send_buffer_max_ = std::min(core_->shared_bytes() - 1024, kSendBytesMax);
-      EPCOMM_RETURN_IF_ERROR(driver.check(
-          driver.cuFuncSetAttribute(options_.kernels.send, kCuMaxDynamicShared, send_buffer_max_),
-          "cuFuncSetAttribute"));
+      for (CuFunction function : {options_.kernels.send, options_.kernels.send_quantized}) {
+        EPCOMM_RETURN_IF_ERROR(
+            driver.check(driver.cuFuncSetAttribute(function, kCuMaxDynamicShared, send_buffer_max_),
+                         "cuFuncSetAttribute"));
+      }
     }
     return Status{};
   });

@@ -19,8 +19,8 @@
 namespace epcomm::device {
 
 struct Kernels {
-  common::CuFunction enter = nullptr, send = nullptr, collect = nullptr, copy = nullptr;
-  common::CuFunction carry = nullptr, reduce = nullptr;
+  common::CuFunction enter = nullptr, send = nullptr, send_quantized = nullptr, collect = nullptr;
+  common::CuFunction copy = nullptr, carry = nullptr, reduce_two = nullptr, reduce_many = nullptr;
 };
 
 struct EngineOptions {
@@ -81,17 +81,28 @@ class Routing {
   common::CuPointer sent_ = 0, received_ = 0;
 };
 
+// Device addresses of the results; 0: not wanted.
+struct DispatchOutputs {
+  uint64_t x = 0, scales = 0, ids = 0, weights = 0, tokens_per_expert = 0;
+  uint64_t num_tokens = 0, overflow = 0;
+};
+
 struct DispatchArgs {
   Rows x;
   Rows scales;  // data 0: none
   int32_t dtype = 0, scale_dtype = -1;
-  int quantize = 0;  // kTermQuantize; x and scales are then the codes and scales already
+  int quantize = 0;  // kTermQuantize: x are floats, of row_type, that travel as codes and scales
+  int32_t row_type = 0;
   uint64_t ids = 0;  // without a routing
   bool ids_are_64 = true;
   int64_t ids_token_stride = 0, ids_topk_stride = 0;
   Rows weights;                      // float32 [num_tokens, num_topk]; data 0: none
   std::shared_ptr<Routing> routing;  // a cached one
   int want_lease = 0;                // 0 copy, 1 lease if there is one, 2 lease or refuse
+  // The small results, where their memory is there before the call, with room for all rows that
+  // may come: then nothing that the GPU does waits for the host.
+  bool early = false;
+  DispatchOutputs outputs;
 };
 
 struct DispatchCall {
@@ -101,11 +112,8 @@ struct DispatchCall {
   int slot = -1;
   int lease_slot = -1;  // `slot`, or -1: copied
   uint64_t wire_row_bytes = 0, wire_scale_bytes = 0;
-};
-
-// Device addresses of the results; 0: not wanted.
-struct DispatchOutputs {
-  uint64_t x = 0, scales = 0, ids = 0, weights = 0, tokens_per_expert = 0, scalars = 0;
+  bool collected = false;  // the small results are queued
+  bool joined = false;     // the caller's stream comes after the call already
 };
 
 struct CombineArgs {
@@ -203,11 +211,13 @@ class Engine {
   bool in_own_heap(const Rows& rows) const noexcept;
   Status move_rows(const Rows& from, int64_t first, int64_t last, uint64_t to,
                    const CallContext& context) noexcept;
-  Status make_routing(Routing* routing) noexcept;
+  Status make_routing(Routing* routing, int64_t recv_rows) noexcept;
+  Status make_received(Routing* routing, int64_t recv_rows) noexcept;
   Status send(const DispatchCall& call, const DispatchArgs& args, const Routing& routing,
               const CallContext& context) noexcept;
   Status collect(DispatchCall* call, const DispatchOutputs& out,
                  const CallContext& context) noexcept;
+  Status copy_out(const DispatchCall& call, const DispatchOutputs& out) noexcept;
   static Strided strided(const Rows& rows) noexcept;
 
   Backend* const backend_;

@@ -1,6 +1,5 @@
 """The device engine on GPUs: bits, streams, leases, refusals, deadlines and death. Ranks share GPU 0."""
 
-import importlib
 import os
 import signal
 import time
@@ -10,16 +9,7 @@ import numpy as np
 import pytest
 from helpers import arrays, cases
 from helpers.cases import Program, Spec
-
-SHAPE = {"num_experts": 6, "num_topk": 2, "hidden": 16, "max_tokens_per_rank": 8, "dtype": "float32"}
-
-
-def why_not():
-    try:
-        importlib.import_module("epcomm._nvlink").probe()
-    except Exception as error:
-        return f"nvlink: {error}"
-    return None
+from helpers.gpu_calls import SHAPE, outcome, rounds, why_not
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,6 +65,9 @@ def programs(num_ranks):
         program.dispatch("b", num_sms=1)
         if dtype in cases.FLOATS:
             program.combine("b", source="leased")
+        if dtype in cases.FLOATS:
+            program.dispatch("codes", quantize="fp8")
+            program.dispatch("codes copied", quantize="fp8", copy=True, num_sms=1)
         program.dispatch("async", async_op=True)
         program.combine("async", async_op=True)
         made.append(program)
@@ -108,25 +101,6 @@ def test_many_tokens(gpu_two):
         program.combine(key, carried=True)
         program.drop(key)
     cases.run(gpu_two, [program], kind="cupy", timeout_s=120)
-
-
-def outcome(call):
-    import epcomm
-
-    try:
-        call()
-    except epcomm.EpcommError as error:
-        return type(error).__name__, str(error)
-    return None
-
-
-def rounds(comm, xp, count=2):
-    x, idx = xp.ones((5, 16), xp.float32), xp.arange(10).reshape(5, 2) % 6
-    for _ in range(count):
-        out = comm.dispatch(x, idx)
-        z = comm.combine(out.x, out.handle).x
-        ranks = [len({int(expert) * comm.num_ranks // 6 for expert in row}) for row in np.arange(10).reshape(5, 2) % 6]
-        assert (z.get() == np.array(ranks, np.float32)[:, None]).all(), z
 
 
 def refusals(context):

@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from epcomm import _gpu
+from epcomm import _arrays, _gpu
 from epcomm.errors import InvalidArgumentError
 
 
@@ -36,7 +37,9 @@ def test_addresses_of_new_arrays():
 
 
 @pytest.mark.parametrize(
-    "ptr, strides, good", [(64, (32, 4), True), (66, (32, 4), False), (64, (34, 4), False), (64, (-32, -4), True)]
+    "offset, strides, good", [(0, (32, 4), True), (2, (32, 4), False), (0, (34, 4), False), (96, (-32, -4), True)]
 )
-def test_alignment_of_elements(ptr, strides, good):
-    assert _gpu.aligned(SimpleNamespace(ptr=ptr, strides=strides, itemsize=4)) == good
+def test_alignment_of_elements(offset, strides, good):
+    memory = np.zeros(192, np.uint8)
+    array = np.lib.stride_tricks.as_strided(memory[offset : offset + 4].view(np.float32), (3, 2), strides)
+    assert memory.ctypes.data % 16 == 0 and _arrays.view(array, "x").aligned() == good

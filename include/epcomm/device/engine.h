@@ -20,11 +20,9 @@ constexpr int kLayoutTokens = 256;
 constexpr int kEnterThreads = 256;
 constexpr int kSendWarps = 16;
 constexpr int kReduceWarps = 16;
-// A warp of a reducing block has a ring of pieces of rows in dynamic shared memory.
-constexpr int kReducePiece = 2048;
-constexpr int kReduceStages = 7;
-constexpr int kReduceBytes = kReduceWarps * kReduceStages * kReducePiece;
-constexpr int kCollectThreads = 256;
+constexpr int kCollectThreads = 1024;
+// Without the copy engine: the shared memory that every block may have.
+constexpr int kSendBytesPlain = 47 * 1024;
 // Dynamic shared memory of a sending block: one row, or a piece of it, per warp.
 constexpr int kSendBytesMax = 227 * 1024 - 1024;
 
@@ -73,6 +71,7 @@ struct DeviceState {
   uint64_t bad_pick;                // least token * num_topk + slot of a bad id; ~0: none
   uint32_t broken;                  // nothing moves any more
   uint32_t go;                      // the call in progress was agreed on and may move rows
+  uint32_t agreed;                  // it was agreed on, whatever became of it
   uint32_t enter_ticket, send_ticket, reduce_ticket;
   int32_t slot;  // of the call in progress
   int32_t peer_slot[kMaxRanks];
@@ -140,18 +139,24 @@ struct SendArgs {
   int32_t cached;  // ids and weights are at the receiver already
   int32_t path;    // SendPath
   int32_t buffer_bytes;
+  // Quantising: row_bytes and scale_bytes are those of codes and their scales.
+  int32_t row_type;        // of x: 0 float32, 1 float16, 2 bfloat16
+  int32_t vector;          // x can be read in 16-byte pieces
+  int32_t bulk;            // the copy engine may be used
+  int32_t piece_channels;  // a warp's buffer holds their codes, and their scales behind them
 };
 enum SendPath : int32_t { kSendBulk = 0, kSendVector = 1, kSendElements = 2 };
 
 struct CollectArgs {
   Setup setup;
   RoutingView routing;
-  int64_t recv_rows;
   int32_t cached, has_weights;
-  int32_t* ids;    // null: not wanted
-  float* weights;  // null: not wanted
+  int32_t aligned;  // ids and weights allow 16-byte accesses
+  int32_t* ids;     // null: not wanted
+  float* weights;   // null: not wanted
   int32_t* tokens_per_expert;
-  int64_t* scalars;  // [2] num_tokens, overflow
+  int64_t* num_received;
+  int64_t* overflow;
 };
 
 struct CarryArgs {
@@ -176,7 +181,6 @@ struct ReduceArgs {
   float* carried_out;  // [num_tokens, num_topk] or null
   int32_t row_type;    // 0 float32, 1 float16, 2 bfloat16
   int32_t aligned;     // own rows, out and bias allow 16-byte accesses
-  int32_t bulk;        // the launch has kReduceBytes of dynamic shared memory
 };
 
 struct CopyArgs {
