@@ -4,11 +4,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from epcomm import _launch
 from epcomm.errors import EpcommError
 
 DEFAULT_TOKENS = {"train": 2048, "decode": 128}
+GPU_TOKENS = 4096
 DEFAULT_REPEAT = {"train": 20, "decode": 200}
 
 
@@ -22,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     shape = Shape(arguments.mode, arguments.tokens, arguments.hidden, arguments.experts, arguments.topk,
                   arguments.dtype, arguments.layout, arguments.seed)
-    settings = {"backend": arguments.backend, "sms": arguments.sms, "threads": arguments.threads,
+    if arguments.device == "cuda":
+        return _on_gpus(arguments, shape)
+    settings = {"backend": arguments.backend, "sms": None, "threads": arguments.threads,
                 "timeout_s": arguments.timeout_s, "baseline_buffers": arguments.baseline_buffers,
                 "transport": not arguments.no_transport}
     try:
@@ -47,6 +51,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _on_gpus(arguments: argparse.Namespace, shape: Any) -> int:
+    from epcomm.bench import gpu
+
+    settings = {"backend": arguments.backend, "timeout_s": arguments.timeout_s}
+    try:
+        report = gpu.measure(shape, settings, arguments.ranks, arguments.repeat, arguments.sms or gpu.DEFAULT_SMS,
+                             arguments.baselines)
+    except (_launch.RanksFailed, EpcommError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench: interrupted", file=sys.stderr)
+        return 130
+    if report is None:
+        return 0
+    gpu.show(report)
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2)
+    return 0
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; a wrong one ends the process with code 2 and a usage line."""
     parser = argparse.ArgumentParser(
@@ -56,6 +82,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", choices=("train", "decode"), default="train",
                         help="train: thousands of tokens; decode: 1 to 128, with throughput calls until there are "
                              "low-latency ones (default train)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="cuda: calls on GPU arrays by CUDA events, swept over --sms; ranks share GPUs where there "
+                             "are fewer (default cpu)")
     parser.add_argument("--ranks", type=_integer(1, 1024), default=2, help="ranks to start (default 2)")
     parser.add_argument("--tokens", type=_integer(0, 1 << 24), help="per rank (default 2048, decode 128)")
     parser.add_argument("--hidden", type=_integer(1, 1 << 20), default=7168, help="row width (default 7168)")
@@ -65,11 +94,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", choices=("rank", "expert"), default="rank", help="of received rows (default rank)")
     parser.add_argument("--backend", help="by name; default: EPCOMM_BACKEND, else the first that works")
     parser.add_argument("--threads", type=_integer(1, 256), help="host threads per rank (default cores / ranks)")
-    parser.add_argument("--sms", type=_integer(1, 1024), help="multiprocessors for GPU backends")
+    parser.add_argument("--sms", type=_sweep, metavar="A,B",
+                        help="multiprocessors of a call on GPUs (default 8,16,24,48)")
     parser.add_argument("--repeat", type=_integer(1, 100_000),
                         help="counted trials (default 20, decode 200); fewer than 5 give no verdict")
-    parser.add_argument("--baselines", type=_baselines, default=["gloo", "mpi4py"], metavar="A,B",
-                        help="gloo, mpi4py or none (default both, where installed)")
+    parser.add_argument("--baselines", type=_baselines, metavar="A,B",
+                        help="gloo, mpi4py or none (default both, where installed); on GPUs nccl or none")
     parser.add_argument("--baseline-buffers", choices=("fresh", "kept"), default="fresh",
                         help="of gloo and mpi4py: made in each call, as such code is mostly written, or once")
     parser.add_argument("--no-transport", action="store_true",
@@ -79,7 +109,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the report with all samples")
     parser.add_argument("--plot", metavar="FILE", help="draw bars against the floor (matplotlib; .png, .svg, .pdf)")
     arguments = parser.parse_args(argv)
-    arguments.tokens = DEFAULT_TOKENS[arguments.mode] if arguments.tokens is None else arguments.tokens
+    on_gpus = arguments.device == "cuda"
+    if arguments.tokens is None:
+        arguments.tokens = GPU_TOKENS if on_gpus and arguments.mode == "train" else DEFAULT_TOKENS[arguments.mode]
+    if arguments.baselines is None:
+        arguments.baselines = ["nccl"] if on_gpus else ["gloo", "mpi4py"]
+    wrong = set(arguments.baselines) - ({"nccl"} if on_gpus else {"gloo", "mpi4py"})
+    if wrong:
+        parser.error(f"--baselines {', '.join(sorted(wrong))}: not with --device {arguments.device}")
+    if on_gpus and (arguments.layout != "rank" or arguments.plot):
+        parser.error("--device cuda: measures --layout rank and draws no --plot")
     arguments.repeat = arguments.repeat or DEFAULT_REPEAT[arguments.mode]
     if arguments.mode == "decode" and not 1 <= arguments.tokens <= 128:
         parser.error(f"--tokens {arguments.tokens}: decode takes 1 to 128")
@@ -103,10 +142,14 @@ def _integer(low: int, high: int):
 
 def _baselines(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip() and name.strip() != "none"]
-    unknown = set(names) - {"gloo", "mpi4py"}
+    unknown = set(names) - {"gloo", "mpi4py", "nccl"}
     if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: expected gloo, mpi4py or none")
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: expected gloo, mpi4py, nccl or none")
     return names
+
+
+def _sweep(text: str) -> tuple[int, ...]:
+    return tuple(_integer(1, 1024)(part.strip()) for part in text.split(","))
 
 
 if __name__ == "__main__":
