@@ -29,10 +29,12 @@ cdef class Array:
 
     cpdef bint contiguous(self)
     cpdef bint rows_contiguous(self)
+    cpdef bint aligned(self)
 
 
 cpdef Array view(object obj, str name, object stream=*)
 cpdef object empty(object shape, str dtype, Array like, bint zero=*)
 cpdef object wrap(uintptr_t ptr, object shape, str dtype, Array like, object owner, bint readonly=*, object strides=*)
+cpdef Array kind_of(Array array)
 cpdef object as_numpy(Array array)
 cpdef str framework_of(Array like)
