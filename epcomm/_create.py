@@ -384,7 +384,8 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
             continue
         engine_or_none, failures = _start(group, name, made, device, threads, channels)
         if not failures:
-            log.info("rank %d of %d uses backend %s", rank, num_ranks, name)
+            note = _nics.model_note(name)
+            log.info("rank %d of %d uses backend %s%s", rank, num_ranks, name, f" {note}" if note else "")
             caps, shape, engine, queue_pairs = engine_or_none
             _, _, local = ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])
             return Made(rank, num_ranks, name, caps, device, made, shape, local, engine, queue_pairs)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from epcomm import _sysfs, config
+from epcomm._registry import BACKENDS
 from epcomm._sysfs import Device, Gid, Port
 from epcomm.errors import BackendUnavailableError, InvalidArgumentError
 
@@ -490,3 +491,11 @@ def plan(
         for channel in range(num_channels + 1)
         if peer != rank
     ]
+
+
+def model_note(backend: str) -> str | None:
+    """What every output about a backend must say if its NICs are the software HCA; ``None`` else."""
+    needs_nics = any(row.name == backend and row.needs_nics for row in BACKENDS)
+    if not needs_nics or config.get("EPCOMM_IB_PROVIDER") != "soft":
+        return None
+    return "over the software HCA (EPCOMM_IB_PROVIDER=soft), which is not a network"

@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr int64_t kUs = 1000, kMs = 1000 * kUs;
 constexpr int64_t kYieldNs = 100 * kUs;
-constexpr int64_t kFirstNapNs = 20 * kUs, kLongestNapNs = 250 * kUs, kIdleNapNs = 1 * kMs;
+constexpr int64_t kFirstNapNs = 10 * kUs, kLongestNapNs = 100 * kUs, kIdleNapNs = 300 * kUs;
 constexpr int64_t kIdleNs = 200 * kMs;
 
 void pause() noexcept {

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from epcomm import _console
+from epcomm import _console, _nics
 from epcomm._version import __version__
 from epcomm.bench import transport
 from epcomm.bench.run import Measured
@@ -63,6 +63,7 @@ def build(shape: Shape, measured: Measured, repeat: int, baseline_buffers: str =
         "num_ranks": measured.num_ranks,
         "threads": measured.threads,
         "backend": measured.described[0]["backend"],
+        "model": _nics.model_note(measured.described[0]["backend"]),
         "calls": "throughput",  # decode too, until there are low-latency calls
         "repeat": repeat,
         "baseline_buffers": baseline_buffers,
@@ -129,6 +130,8 @@ def show(report: dict[str, Any]) -> None:
                f"{_console.human_bytes(moved['physical_bytes'])} physical")
     _console.print_table(title, ("operation", "case", "median ms", "p95 ms", "max ms", "logical GB/s", "physical GB/s",
                                  "share of floor"), rows, right=range(2, 8), caption=caption)
+    if report["model"]:
+        print(f"backend {report['backend']} {report['model']}: these are no network figures")
     if report["transport"] is not None:
         transport.show(report["transport"])
     for case, reason in report["skipped"].items():
