@@ -48,6 +48,7 @@ cdef extern from "ibgda/factory.hpp" namespace "epcomm::softhca" nogil:
         uint64_t seed
         string faults
         int64_t spin_us
+        cbool null_mover
 
     _cpp.Status open_provider(const string& name, const SoftHcaOptions& soft, shared_ptr[VerbsProvider]* out)
 
@@ -151,6 +152,7 @@ cdef class Backend(BackendBase):
             soft.seed = config.get("EPCOMM_SOFTHCA_SEED")
             soft.faults = (config.get("EPCOMM_SOFTHCA_FAULTS") or "").encode()
             soft.spin_us = made.spin_us
+            soft.null_mover = config.get("EPCOMM_SOFTHCA_MOVER") == "null"
             with nogil:
                 check(open_provider(provider, soft, &made.rdma.provider))
         with nogil:

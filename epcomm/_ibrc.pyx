@@ -48,6 +48,7 @@ cdef extern from "ibrc/factory.hpp" namespace "epcomm::softhca" nogil:
         uint64_t seed
         string faults
         int64_t spin_us
+        cbool null_mover
 
 
 cdef extern from "ibrc/factory.hpp" namespace "epcomm::ibrc" nogil:
@@ -152,6 +153,7 @@ cdef class Backend(BackendBase):
             soft.seed = config.get("EPCOMM_SOFTHCA_SEED")
             soft.faults = (config.get("EPCOMM_SOFTHCA_FAULTS") or "").encode()
             soft.spin_us = made.spin_us
+            soft.null_mover = config.get("EPCOMM_SOFTHCA_MOVER") == "null"
             with nogil:
                 check(open_provider(provider, soft, &made.rdma.provider))
         with nogil:

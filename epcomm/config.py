@@ -130,6 +130,8 @@ VARIABLES = (
     Variable("EPCOMM_SOFTHCA_LATENCY_US", _at_least_0, 0.0, "microseconds from its doorbell to the completion"),
     Variable("EPCOMM_SOFTHCA_SEED", _integer(0, (1 << 63) - 1), 0,
              "not 0: disorder of every kind that hardware may show, by this seed"),
+    Variable("EPCOMM_SOFTHCA_MOVER", _choice("copy", "null"), "copy",
+             "`null`: messages complete without moving a byte, to time the control path alone"),
     Variable("EPCOMM_SOFTHCA_FAULTS", _text, None, "faults it plays, as `backends/softhca/faults.hpp` tells"),
     Variable("EPCOMM_NVLINK_SHARE", _choice("auto", "fd", "fabric", "ipc"), "auto",
              "how ranks hand each other GPU memory: file descriptors, fabric handles or legacy CUDA IPC"),
