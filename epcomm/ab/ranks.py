@@ -43,6 +43,7 @@ class Wire:
 
     def __init__(self, place: Place, side: dict[str, Any], settings: dict[str, Any]) -> None:
         self._place, self._settings = place, settings
+        self._moves = side["environment"].get("EPCOMM_SOFTHCA_MOVER") != "null"
         largest = max(settings["sizes"])
         # One slot of the heap must hold a message of the largest size in and out on every channel.
         rows = 2 * settings["max_channels"]
@@ -65,10 +66,10 @@ class Wire:
                 "word": self._scratch + 64 * (1 + channel)}
 
     def measure(self, what: str, size: int, channels: int, count: int) -> dict[str, Any] | None:
-        if self._place.rank > 1:
+        if self._moves:  # else nothing arrives, so nobody can answer
             self.comm.barrier()
+        if self._place.rank > 1:
             return None
-        self.comm.barrier()
         timeout_s = self._settings["timeout_s"]
         sender = self._place.rank == 0
         if what == "put_signal":
