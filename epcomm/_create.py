@@ -281,6 +281,8 @@ def _viable(made: dict[str, Any], device: str) -> dict[str, str | None]:
         else:
             try:
                 importlib.import_module(f"epcomm._{name}").probe()
+            except InvalidArgumentError:  # a malformed variable is a mistake, no reason for another backend
+                raise
             except EpcommError as error:
                 reason = str(error)
             except ImportError as error:

@@ -125,7 +125,7 @@ VARIABLES = (
              "a NIC port that dies: a named error, or replay over another port (`ibgda`; the same on all ranks)"),
     Variable("EPCOMM_IB_RELAXED_ORDERING", _number_of(0, 1), 1,
              "whether rows may overtake each other on PCIe; signals never do"),
-    Variable("EPCOMM_SOFTHCA_PORTS", _integer(1, 64), 2, "devices of the software HCA: `soft0`, `soft1`, ..."),
+    Variable("EPCOMM_SOFTHCA_PORTS", _integer(1, 16), 2, "devices of the software HCA: `soft0`, `soft1`, ..."),
     Variable("EPCOMM_SOFTHCA_GBPS", _at_least_0, 0.0, "rate of each of its ports in Gbit/s; 0: as fast as it copies"),
     Variable("EPCOMM_SOFTHCA_LATENCY_US", _at_least_0, 0.0, "microseconds from its doorbell to the completion"),
     Variable("EPCOMM_SOFTHCA_SEED", _integer(0, (1 << 63) - 1), 0,

@@ -2,6 +2,8 @@
 there (B57 for what NICs add: all raise what it has to say, or all fall back). On the software HCA.
 """
 
+import concurrent.futures
+import ctypes
 import os
 
 import pytest
@@ -112,6 +114,7 @@ def test_ranks_with_another_mtu_and_depth(three):
     ({"EPCOMM_IB_MAP": "7=soft1"}, "InvalidArgumentError", "no row for rank 1 of this host"),
     ({"EPCOMM_IB_MTU": "1500"}, "InvalidArgumentError", "EPCOMM_IB_MTU='1500'"),
     ({"EPCOMM_IB_DEPTH": "17"}, "InvalidArgumentError", "EPCOMM_IB_DEPTH='17'"),
+    ({"EPCOMM_IB_PROVIDER": "sofd"}, "InvalidArgumentError", "EPCOMM_IB_PROVIDER='sofd'"),
 ])  # fmt: skip
 def test_b57_one_rank_is_set_wrongly(three, variables, kind, part):
     three.values(settings, variables=variables)
@@ -137,3 +140,29 @@ def test_b57_one_rank_without_rdma(three):
     assert three.values(name_of) == ["shm"] * 3
     three.values(once, way="expert")
     three.values(close)
+
+
+@pytest.mark.parametrize("module", ["_ibrc", "_ibgda"])
+@pytest.mark.parametrize("mover", ["copy", "null"])
+def test_the_null_mover_completes_and_moves_nothing(monkeypatch, module, mover):
+    """What `ab` calls the control path alone is that: completions come, bytes do not."""
+    backend = pytest.importorskip(f"epcomm.{module}").Backend
+    monkeypatch.setenv("EPCOMM_SOFTHCA_MOVER", mover)
+    ends = [backend({"num_ranks": 2, "rank": rank, "provider": "soft", "paths": [("soft0", 1, 0)]})
+            for rank in range(2)]
+    try:
+        infos = []
+        for end in ends:
+            end.alloc_heap(1 << 16)
+            infos.append(end.export_info())
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            for met in [threads.submit(end.connect, rank, infos, 0, 20.0) for rank, end in enumerate(ends)]:
+                met.result(30)
+        ctypes.memset(ends[0].peer_ptr(0) + 4096, 7, 64)
+        ends[0].put(1, 8192, 4096, 64)
+        ends[0].quiet(1, 20.0)
+        there = ctypes.string_at(ends[1].peer_ptr(1) + 8192, 64)
+        assert there == (bytes([7]) if mover == "copy" else bytes(1)) * 64
+    finally:
+        for end in ends:
+            end.close()
