@@ -2,6 +2,10 @@
 
 #include <unistd.h>
 
+#include <atomic>
+#include <cstdio>
+
+#include "common/clock.hpp"
 #include "common/errors.hpp"
 #include "common/fd_exchange.hpp"
 #include "common/info.hpp"
@@ -10,6 +14,7 @@ namespace epcomm::common {
 namespace {
 
 constexpr int kInfoVersion = 1;
+constexpr int64_t kLossGrace = 250 * 1000 * 1000;  // ns; as a member's own waits have
 
 std::string hex(const std::string& bytes) {
   static const char digits[] = "0123456789abcdef";
@@ -81,10 +86,15 @@ class PairBackend final : public Backend, public HostTransport {
     return of(peer).put_signal(peer, channel, dst, src, bytes, word, add);
   }
   Status quiet(int peer, int channel, const WaitSpec& spec) noexcept override {
-    return blamed(of(peer).quiet(peer, channel, spec));
+    Watch watch(this, peer, spec);
+    return blamed(watch.told(of(peer).quiet(peer, channel, watch.spec())));
   }
   Status wait(int peer, uint64_t word, uint64_t value, const WaitSpec& spec) noexcept override {
-    return blamed(of(peer).wait(peer, word, value, spec));
+    Watch watch(this, peer, spec);
+    Status status = watch.told(of(peer).wait(peer, word, value, watch.spec()));
+    // What had arrived before still counts.
+    if (watch.struck() && seen(word) >= value) return {};
+    return blamed(std::move(status));
   }
   PeerState peer_state(int peer) noexcept override { return of(peer).peer_state(peer); }
   void abort(const Status& why) noexcept override {
@@ -93,6 +103,59 @@ class PairBackend final : public Backend, public HostTransport {
   }
 
  private:
+  // While one member waits for its peer, the other's may die, which only that one sees: such a
+  // wait ends here, not when the far end has found out by itself.
+  class Watch {
+   public:
+    Watch(PairBackend* pair, int peer, const WaitSpec& asked) noexcept
+        : pair_(pair), peer_(peer), asked_(asked), start_ns_(now_ns()) {}
+    WaitSpec spec() noexcept {
+      WaitSpec spec = asked_;
+      spec.interrupted = [](void* arg) { return static_cast<Watch*>(arg)->look(); };
+      spec.interrupted_arg = this;
+      return spec;
+    }
+    bool struck() const noexcept { return struck_; }
+    Status told(Status status) noexcept {
+      struck_ &= status.code == Code::kInterrupted;
+      if (!struck_) return status;
+      return error(Code::kPeerLost, lost_, "%s (%s): rank %d is lost; waited %.3f s for rank %d",
+                   asked_.operation, asked_.phase, lost_, double(now_ns() - start_ns_) * 1e-9,
+                   peer_);
+    }
+
+   private:
+    int look() noexcept {
+      if (asked_.interrupted && asked_.interrupted(asked_.interrupted_arg) != 0) return 1;
+      if (lost_ < 0) {
+        lost_ = pair_->dead_beside(peer_);
+        seen_ns_ = now_ns();
+      }
+      struck_ = lost_ >= 0 && now_ns() - seen_ns_ >= kLossGrace;
+      return struck_;
+    }
+
+    PairBackend* const pair_;
+    const int peer_;
+    const WaitSpec& asked_;
+    const int64_t start_ns_;
+    int lost_ = -1;
+    int64_t seen_ns_ = 0;
+    bool struck_ = false;
+  };
+
+  // A dead peer of the member that does not reach `peer`, -1: none.
+  int dead_beside(int peer) noexcept {
+    for (int other = 0; other < int(near_peers_.size()); ++other) {
+      if (other == rank_ || is_near(other) == is_near(peer)) continue;
+      if (of(other).peer_state(other) == PeerState::kDead) return other;
+    }
+    return -1;
+  }
+  uint64_t seen(uint64_t word) noexcept {
+    return reinterpret_cast<const std::atomic<uint64_t>*>(heap() + word)->load();
+  }
+
   bool is_near(int peer) const noexcept {
     return peer < 0 || size_t(peer) >= near_peers_.size() || near_peers_[size_t(peer)];
   }
