@@ -258,6 +258,18 @@ void test_limits_of_the_device() {
     EXPECT(has(plan, part), "%s is not in %s", part, plan.c_str());
   }
 
+  // max_qp_wr is more than the device has room for, which it says by ENOMEM, as mlx5 does.
+  Rank deep(0, 2, 1, 1, 2);
+  deep.options.depth = 16384;
+  deep.verbs->devices[0].max_qp_wr = 32768;
+  int refused = 0;
+  deep.verbs->refuse = [&](const std::string& call) {
+    return call == "ibv_create_qp" && refused++ < 2 ? ENOMEM : 0;
+  };
+  EXPECT_OK(deep.start());
+  EXPECT(deep.rdma->queue(1, 0).depth == 4096, "%u", deep.rdma->queue(1, 0).depth);
+  EXPECT(has(deep.rdma->plan_json(), "refuses depth 8192"), "%s", deep.rdma->plan_json().c_str());
+
   Rank crowded(0, 3, 1, 1, 2);
   crowded.verbs->devices[0].max_qp = 4;
   const Status status = crowded.start();
@@ -440,6 +452,7 @@ void test_peers_that_do_not_fit() {
       "mlx5_0 port 1 is Ethernet, but mlx5_0 port 1 of rank 1 is InfiniBand");
   refused([](Rank& rank) { rank.options.num_channels = 3; }, "2 ranks and 3 channels");
   refused([](Rank& rank) { rank.verbs->mapping = true; }, "EPCOMM_IB_PROVIDER");
+  refused([](Rank& rank) { rank.heap.resize(2 * kHeapBytes); }, "`rdma.heap` is damaged");
 
   // Any byte of a peer's text may be wrong: an error, or a value that a device could have.
   const Ranks ranks = make({{1, 1}, {1, 1}}, 2);

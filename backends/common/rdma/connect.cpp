@@ -90,7 +90,8 @@ Status read_remote(const State& state, int peer, const Info& info, Remote* out) 
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "rdma.heap", &text));
   std::istringstream heap(text);
   heap >> out->heap >> out->heap_bytes;
-  if (heap.fail()) return damaged("rdma.heap");
+  // A provider without a wire is told that so many bytes are mapped here.
+  if (heap.fail() || out->heap_bytes != state.heap_bytes) return damaged("rdma.heap");
   out->paths.resize(num_paths);
   for (size_t i = 0; i < num_paths; ++i) {
     EPCOMM_RETURN_IF_ERROR(info.get(peer, path_key(i).c_str(), &text));

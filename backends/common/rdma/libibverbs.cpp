@@ -39,6 +39,7 @@ struct Functions {
   EPCOMM_VERBS_FUNCTIONS(EPCOMM_VERBS_ROW)
 #undef EPCOMM_VERBS_ROW
   decltype(&::ibv_reg_mr_iova2) ibv_reg_mr_iova2 = nullptr;  // of rdma-core 28 and later
+  decltype(&::ibv_fork_init) ibv_fork_init = nullptr;
 };
 
 class Libibverbs final : public VerbsProvider {
@@ -65,6 +66,11 @@ class Libibverbs final : public VerbsProvider {
   }
 
   ibv_context* open_device(const std::string& name) noexcept override {
+    // Before Linux 5.12 a fork (a loader's worker, a subprocess) takes queues that lie in ordinary
+    // memory away from the device: the parent writes to a copy from then on. Later kernels need
+    // nothing, and the library knows. It fails where somebody has registered memory without it:
+    // then it is as it was.
+    if (f_.ibv_fork_init) static_cast<void>(f_.ibv_fork_init());
     int count = 0;
     ibv_device** const list = f_.ibv_get_device_list(&count);
     if (!list) return nullptr;
@@ -166,6 +172,7 @@ Status open_libibverbs(std::shared_ptr<VerbsProvider>* out) noexcept {
     EPCOMM_VERBS_FUNCTIONS(EPCOMM_VERBS_ROW)
 #undef EPCOMM_VERBS_ROW
     find(&functions.ibv_reg_mr_iova2, "ibv_reg_mr_iova2", false);
+    find(&functions.ibv_fork_init, "ibv_fork_init", false);
     if (missing) {
       return error(Code::kUnavailable, -1, "%s has no %s: it is too old or no libibverbs", kLibrary,
                    missing);

@@ -17,6 +17,7 @@ namespace rdma {
 namespace {
 
 constexpr uint32_t kLeastDepth = 4;
+constexpr uint32_t kHighDepth = 4096;  // from which a device's own arithmetic may be the limit
 
 uint32_t at_least_0(int value) { return value > 0 ? uint32_t(value) : 0; }
 
@@ -173,7 +174,8 @@ Status State::make_queue(Path& path, int index, int number) noexcept {
     if (why == EINVAL && path.max_inline > 0) {
       lower("the device refuses " + std::to_string(path.max_inline) + " inline bytes");
       path.max_inline = 0;
-    } else if (why == EINVAL && path.depth > 16) {
+    } else if ((why == EINVAL && path.depth > 16) || (why == ENOMEM && path.depth > kHighDepth)) {
+      // mlx5 counts blocks, several for a work request, and calls too many of them ENOMEM.
       path.depth /= 2;
       lower("the device refuses depth " + std::to_string(path.depth * 2));
     } else {
