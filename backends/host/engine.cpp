@@ -306,7 +306,9 @@ void Engine::leave(PeerState state, int lost) noexcept {
     (void)quiet("close", {}, std::min(options_.timeout_s, kDrainSeconds));
   }
   for (int peer = 0; peer < options_.shape.num_ranks; ++peer) {
-    if (peer != options_.rank)
+    // One that left has no queue pair any more: what is sent there would hold up, for all of its
+    // retries, what a proxy sends behind it to others.
+    if (peer != options_.rank && transport_->peer_state(peer) != PeerState::kLeft)
       (void)transport_->signal(peer, control_channel(), state_word(layout_, options_.rank),
                                state_value(state, lost));
   }

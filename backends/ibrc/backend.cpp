@@ -164,8 +164,11 @@ void Ibrc::drain(int peer, int64_t deadline_ns) noexcept {
 Status Ibrc::send(Channel& channel, const Command& command) noexcept {
   if (!channel.has_room()) {
     const WaitSpec spec{"put", "command queue", timeout_s()};
-    EPCOMM_RETURN_IF_ERROR(
-        room_waiter().wait(command.peer, channel.taken_word(), channel.room_at(), spec));
+    Status status = room_waiter().wait(command.peer, channel.taken_word(), channel.room_at(), spec);
+    if (status.code == Code::kPeerLost && waiter().peer_state(command.peer) == PeerState::kLeft) {
+      return {};  // it takes nothing any more, and said so
+    }
+    EPCOMM_RETURN_IF_ERROR(status);
   }
 #if defined(__x86_64__)
   __builtin_ia32_sfence();  // rows may have been written by streaming stores, which nothing orders
