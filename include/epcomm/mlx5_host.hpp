@@ -70,11 +70,11 @@ struct HostMemory {
   }
   static void tell(uint32_t* record, uint32_t count, uint64_t* doorbell, uint64_t value) {
     __atomic_store_n(record, count, __ATOMIC_RELEASE);
-#if defined(__aarch64__)
-    fence();  // a register is another domain than the memory of the record
-#endif
+    // A register is another domain than the record's memory; stores to one that is mapped
+    // write-combining may pass those to memory, on x86 too.
+    fence();
     __atomic_store_n(doorbell, value, __ATOMIC_RELEASE);
-    fence();  // registers may be mapped write-combining: the store leaves now
+    fence();  // and leaves now
   }
   static uint64_t take(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
   static uint32_t peek(const uint32_t* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
