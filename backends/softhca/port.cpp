@@ -1,7 +1,6 @@
 #include "softhca/port.hpp"
 
 #include <sched.h>
-#include <signal.h>
 #include <sys/prctl.h>
 #include <time.h>
 
@@ -10,6 +9,7 @@
 #include <cstring>
 
 #include "common/clock.hpp"
+#include "common/native_thread.hpp"
 
 namespace epcomm::softhca {
 namespace {
@@ -104,11 +104,7 @@ void Port::stop() noexcept {
 
 bool Port::start() {
   if (running_) return true;
-  sigset_t all, old;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
-  running_ = pthread_create(&thread_, nullptr, &Port::run, this) == 0;
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  running_ = common::start_native_thread(&thread_, &Port::run, this) == 0;
   return running_;
 }
 

@@ -145,6 +145,21 @@ void endings() {
   EXPECT(seconds_since(start) < 5, "closing took %.1f s", seconds_since(start));
 }
 
+// Whoever lost its own port says so, whomever it misses.
+void own_port() {
+  Setup setup;
+  setup.ports = 1;
+  setup.timeout_s = 5;
+  setup.faults = "port_down at_ms=0 for_ms=1e6";
+  Ranks ranks(setup);
+  EXPECT_OK(ranks[0].put_signal(1, 0, 16384, 16384, 4096, kWords, 1));
+  const Status lost = ranks[0].wait(1, kWords, 1, spec());
+  EXPECT(lost.code == Code::kPeerLost && lost.peer == 1 &&
+             lost.text.find("at this end soft0 port 1 is down") != std::string::npos,
+         "%s", lost.text.c_str());
+  ranks.close();
+}
+
 // A rank that gave up because it lost another says whom: the others name that one too.
 void hearsay() {
   Setup setup;
@@ -229,6 +244,7 @@ int main(int argc, char** argv) {
   arguments();
   endings();
   hearsay();
+  own_port();
   faults();
   {
     Ranks ranks({});

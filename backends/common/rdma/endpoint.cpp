@@ -347,9 +347,12 @@ void RdmaEndpoint::note_lost(int peer, const std::string& why) noexcept {
   // The queue pairs of a peer that left or gave up end with it: that is no news.
   if (waiter_.peer_state(peer) != PeerState::kAlive) return;
   guarded([&] {
+    // An answer that does not come may be this end's fault.
+    const std::string own = rdma_.ports_down();
+    const std::string text = own.empty() ? why : why + "; at this end " + own;
     // Held over both, so that whoever has seen the loss finds the error.
     const std::lock_guard<std::mutex> lock(mutex_);
-    liveness_.note_lost(peer, why);
+    liveness_.note_lost(peer, text);
     if (!first_error_.ok()) return Status{};
     first_error_ =
         error(Code::kPeerLost, peer, "rank %d is lost: %s", peer, liveness_.why_lost(peer).c_str());

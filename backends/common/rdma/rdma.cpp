@@ -438,6 +438,24 @@ double Rdma::retry_seconds() const noexcept {
   return (state_->retries + 1) * rdma::timer_seconds(state_->timer);
 }
 
+std::string Rdma::ports_down() const noexcept {
+  std::string text;
+  guarded([&] {
+    for (const rdma::Path& path : state_->paths) {
+      const rdma::Device& device = state_->devices[size_t(path.device)];
+      ibv_port_attr port{};
+      if (state_->provider().query_port(device.context, uint8_t(path.asked.port), &port) != 0 ||
+          port.state == IBV_PORT_ACTIVE || port.state == IBV_PORT_ACTIVE_DEFER) {
+        continue;
+      }
+      text += (text.empty() ? "" : ", ") + device.name + " port " +
+              std::to_string(path.asked.port) + " is " + rdma::port_state_text(port.state);
+    }
+    return Status{};
+  });
+  return text;
+}
+
 Status Rdma::break_queue(int peer, int channel) noexcept {
   ibv_qp* qp = queue(peer, channel).qp;
   if (qp == nullptr) return error(Code::kInvalidArgument, peer, "rank %d has no queue pair", peer);

@@ -99,6 +99,9 @@ class Rdma {
   // allows four times that).
   double retry_seconds() const noexcept;
 
+  // Own ports that are not active now, in words; "" if all are. Any thread.
+  std::string ports_down() const noexcept;
+
   // As if this queue pair had failed, for tests of what happens then. Any thread.
   Status break_queue(int peer, int channel) noexcept;
 
