@@ -148,6 +148,7 @@ Status Waiter::wait(int peer, const std::byte* word, uint64_t value,
 
   const int64_t spin_end = pending.start_ns + setup_.policy.spin_ns;
   while (setup_.policy.spin_ns > 0) {
+    if (setup_.look) setup_.look(setup_.look_arg);
     for (int i = 0; i < 20; ++i) {
       if (pending.ready()) return {};
       cpu_relax();

@@ -3,8 +3,10 @@ there (B57 for what NICs add: all raise what it has to say, or all fall back). O
 """
 
 import concurrent.futures
+import contextlib
 import ctypes
 import os
+import time
 
 import pytest
 from helpers import job_calls
@@ -142,13 +144,11 @@ def test_b57_one_rank_without_rdma(three):
     three.values(close)
 
 
-@pytest.mark.parametrize("module", ["_ibrc", "_ibgda"])
-@pytest.mark.parametrize("mover", ["copy", "null"])
-def test_the_null_mover_completes_and_moves_nothing(monkeypatch, module, mover):
-    """What `ab` calls the control path alone is that: completions come, bytes do not."""
+@contextlib.contextmanager
+def two_ends(module, **options):
+    """Two connected backends of this process over the software HCA."""
     backend = pytest.importorskip(f"epcomm.{module}").Backend
-    monkeypatch.setenv("EPCOMM_SOFTHCA_MOVER", mover)
-    ends = [backend({"num_ranks": 2, "rank": rank, "provider": "soft", "paths": [("soft0", 1, 0)]})
+    ends = [backend({"num_ranks": 2, "rank": rank, "provider": "soft", "paths": [("soft0", 1, 0)], **options})
             for rank in range(2)]
     try:
         infos = []
@@ -158,11 +158,31 @@ def test_the_null_mover_completes_and_moves_nothing(monkeypatch, module, mover):
         with concurrent.futures.ThreadPoolExecutor(2) as threads:
             for met in [threads.submit(end.connect, rank, infos, 0, 20.0) for rank, end in enumerate(ends)]:
                 met.result(30)
+        yield ends
+    finally:
+        for end in ends:
+            end.close()
+
+
+@pytest.mark.parametrize("module", ["_ibrc", "_ibgda"])
+@pytest.mark.parametrize("mover", ["copy", "null"])
+def test_the_null_mover_completes_and_moves_nothing(monkeypatch, module, mover):
+    """What `ab` calls the control path alone is that: completions come, bytes do not."""
+    monkeypatch.setenv("EPCOMM_SOFTHCA_MOVER", mover)
+    with two_ends(module) as ends:
         ctypes.memset(ends[0].peer_ptr(0) + 4096, 7, 64)
         ends[0].put(1, 8192, 4096, 64)
         ends[0].quiet(1, 20.0)
         there = ctypes.string_at(ends[1].peer_ptr(1) + 8192, 64)
         assert there == (bytes([7]) if mover == "copy" else bytes(1)) * 64
-    finally:
-        for end in ends:
-            end.close()
+
+
+@pytest.mark.parametrize("module", ["_ibrc", "_ibgda"])
+def test_a_wait_makes_progress_while_it_spins(module):
+    """Where nobody else takes completions, a spinning wait does: else each would last as long as its spin."""
+    with two_ends(module, spin_us=400_000) as ends:
+        start = time.monotonic()
+        for _ in range(10):
+            ends[0].put(1, 8192, 4096, 64)
+            ends[0].quiet(1, 20.0)
+        assert time.monotonic() - start < 2
