@@ -83,8 +83,9 @@ Status read_remote(const State& state, int peer, const Info& info, Remote* out) 
   }
   if (out->num_ranks != options.num_ranks || out->num_channels != options.num_channels) {
     return error(Code::kUnavailable, peer,
-                 "rank %d planned for %d ranks and %d channels, rank %d for %d and %d", peer,
-                 out->num_ranks, out->num_channels, state.rank, options.num_ranks,
+                 "rank %d planned for %d ranks and %d channels, rank %d for %d and %d "
+                 "(num_channels, EPCOMM_IB_FAILOVER)",
+                 peer, out->num_ranks, out->num_channels, state.rank, options.num_ranks,
                  options.num_channels);
   }
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "rdma.heap", &text));
