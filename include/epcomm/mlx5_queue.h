@@ -138,7 +138,8 @@ struct Queue {
   // Completions --------------------------------------------------------------------------------
 
   // Takes at most `most` completions; how many there were. One thread at a time. After an error
-  // `done` stands still and `failed` is not 0.
+  // `failed` is not 0 and `done` stands still at the work request that failed: errors come in
+  // order, so all before it was carried out, whether it asked for a completion or not.
   static EPCOMM_HD int poll(const Rings& rings, Numbers* numbers, int most) {
     uint64_t polled = numbers->polled, done = M::load(&numbers->done);
     int taken = 0;
@@ -149,6 +150,7 @@ struct Queue {
       const uint64_t behind = done_number(done, tail.index);
       if (tail.opcode != kCqeRequest) {
         const CqeError error = read_cqe_error(M::peek(reinterpret_cast<uint32_t*>(entry + 52)));
+        if (M::load(&numbers->failed) == 0 && behind - done <= rings.room) done = behind - 1;
         fail(numbers, {error.syndrome, error.vendor, tail.index});
       } else if (behind - done > rings.room || tail.qpn != rings.qpn) {
         fail(numbers, {kNoSense, 0, tail.index});

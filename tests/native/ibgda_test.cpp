@@ -256,6 +256,26 @@ void port_down(uint64_t seed, bool failover) {
   ranks.close();
 }
 
+// What was carried out before the work request that failed is not written again: the peer may have
+// used that memory for something else since.
+void nothing_twice() {
+  constexpr uint64_t kFrom = 1 << 16, kTo = 1 << 17;
+  Setup setup;
+  setup.num_channels = 1;
+  setup.failover = true;
+  setup.faults = "error port=0 qp=0 wqe=4 syndrome=0x15";
+  Ranks ranks(setup);
+  for (uint64_t i = 0; i < 4; ++i) {  // none asks for a completion, and they cannot be merged
+    EXPECT_OK(ranks[0].put(1, 0, kTo + 128 * i, kFrom, 64));
+  }
+  EXPECT_OK(ranks[0].signal(1, 0, kWords, 1));
+  EXPECT_OK(ranks[0].quiet(1, 0, spec()));
+  EXPECT_OK(ranks[1].wait(0, kWords, 1, spec()));
+  const uint64_t replayed = ranks.backends[0]->stats().replayed;
+  EXPECT(replayed == 1, "%llu work requests replayed", (unsigned long long)replayed);
+  ranks.close();
+}
+
 }  // namespace
 }  // namespace epcomm::testing
 
@@ -291,6 +311,7 @@ int main(int argc, char** argv) {
   stress("failover, unused", seed, puts / 4, many);
   port_down(seed, false);
   port_down(seed, true);
+  nothing_twice();
   EXPECT(open_files() == files, "descriptors are left");
   std::printf("ibgda_test: ok\n");
   return 0;
