@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -210,6 +210,8 @@ def required_bytes(made: dict[str, Any], num_ranks: int) -> dict[str, int]:
     """Bytes by purpose of one rank; see ``Communicator.required_bytes``."""
     channels = made["num_channels"] or made["num_threads"] or _default_threads(num_ranks)
     over_nics = made["backend"] is not None and all(_row(name).needs_nics for name in made["backend"])
+    if over_nics and made["num_channels"] is None:
+        channels = max(channels, _ports_here(made["backend"]))
     shape = heap_shape(made, num_ranks, channels, load_store=not over_nics)
     heap = _host.heap_bytes(shape)
     tokens, recv, topk = shape["max_tokens_per_rank"], shape["max_recv_tokens"], shape["num_topk"]
@@ -219,6 +221,18 @@ def required_bytes(made: dict[str, Any], num_ranks: int) -> dict[str, int]:
     parts["routing"] = routing
     parts["total"] = sum(parts.values())
     return parts
+
+
+def _ports_here(backends: Sequence[str]) -> int:
+    """Ports of NICs that a rank alone on this machine would use; 0 if it has none."""
+    found = 0
+    for name in backends:
+        try:
+            place = _nics.look(mlx5_only=_row(name).needs_mlx5, soft_ports=config.get("EPCOMM_SOFTHCA_PORTS"))
+            found = max(found, len(_nics.decide(place, [place.told()], 0).paths))
+        except EpcommError:
+            continue
+    return found
 
 
 @dataclass

@@ -26,6 +26,8 @@ BACKENDS = (
             pair=True),
     Backend("ibrc", "RDMA between hosts, posted by a proxy thread on behalf of host threads",
             headers=("infiniband/verbs.h",), needs_nics=True),
+    Backend("shm_ibgda", "shared memory inside a node, work requests of the computing threads between nodes",
+            needs_mlx5=True, needs_nics=True, pair=True),
     Backend("ibgda", "RDMA between hosts, work requests built by the threads that compute",
             headers=("infiniband/verbs.h",), needs_mlx5=True, needs_nics=True),
 )

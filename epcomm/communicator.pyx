@@ -259,9 +259,10 @@ class Communicator:
 
         Notes
         -----
-        What a rank adds to the machine. Peers' heaps are mapped here too, so resident set sizes (``VmRSS``,
-        ``ru_maxrss``) count shared pages once per rank that touched them; proportional ones (``Pss``) do not.
-        Results in the caller's own memory are not counted.
+        What a rank adds to the machine. Where ``num_channels`` is left open and only backends over NICs are named, one
+        channel is counted for each port that a rank alone on this machine would use. Peers' heaps are mapped here too,
+        so resident set sizes (``VmRSS``, ``ru_maxrss``) count shared pages once per rank that touched them;
+        proportional ones (``Pss``) do not. Results in the caller's own memory are not counted.
         """
         num_ranks = _integer("required_bytes", "num_ranks", num_ranks, 1)
         parameters = _create.parameters(dict(
