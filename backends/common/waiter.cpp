@@ -110,8 +110,7 @@ Status Waiter::loss(const Pending& pending) noexcept {
   } else if (const int told = lost_of(state_word(peer));
              told >= 0 && told < setup_.num_ranks && told != setup_.rank && told != peer) {
     culprit = told;
-    std::snprintf(reason, sizeof reason, "rank %d is lost: rank %d says so and gave up", told,
-                  peer);
+    std::snprintf(reason, sizeof reason, "rank %d gave up because of rank %d", peer, told);
   } else {
     std::snprintf(reason, sizeof reason,
                   "rank %d gave up after an error of its own (see its output)", peer);

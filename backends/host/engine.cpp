@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <new>
+#include <string>
+#include <thread>
 
 #include "epcomm/agreement.hpp"
 #include "host/writer.hpp"
@@ -130,9 +133,45 @@ Status Engine::break_if_lost(Status status) noexcept {
           error(Code::kPeerLost, options_.rank, "the communicator was interrupted inside a call");
     }
     is_broken_.store(true, std::memory_order_release);
-    leave(PeerState::kBroken, status.code == Code::kPeerLost ? status.peer : -1);
+    const bool blames = status.code == Code::kPeerLost || status.code == Code::kTimeout;
+    leave(PeerState::kBroken, blames ? status.peer : -1);
+    if (status.code == Code::kTimeout) {
+      name_whom_it_waits_for(&status);
+      broken_ = status;
+    }
   }
   return status;
+}
+
+// The silent rank may itself wait for another one: then it gives up about now and says for whom.
+// Without this look two ranks whose deadlines pass together would blame each other, or the wrong
+// one.
+void Engine::name_whom_it_waits_for(Status* status) noexcept {
+  constexpr std::chrono::milliseconds kPatience(100);
+  const int silent = status->peer;
+  if (silent < 0 || silent >= options_.shape.num_ranks || silent == options_.rank) return;
+  const auto* word =
+      reinterpret_cast<const uint64_t*>(transport_->heap() + state_word(layout_, silent));
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  while (true) {
+    const uint64_t said = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    if (state_of(said) != PeerState::kAlive) {
+      const int other = lost_of(said);
+      if (state_of(said) != PeerState::kBroken || other < 0 || other == options_.rank ||
+          other == silent || other >= options_.shape.num_ranks) {
+        return;
+      }
+      try {
+        status->text += "; rank " + std::to_string(silent) + " gave up because of rank " +
+                        std::to_string(other);
+      } catch (const std::bad_alloc&) {  // the sentence is as true without
+      }
+      status->peer = other;
+      return;
+    }
+    if (std::chrono::steady_clock::now() >= until) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 Status Engine::announce(const char* operation, const Entry& entry,

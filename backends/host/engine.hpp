@@ -184,6 +184,7 @@ class Engine {
   Status announce(const char* operation, const Entry& entry, const CallContext& context) noexcept;
   Status wait(int peer, uint64_t word, uint64_t value, const char* operation, const char* phase,
               const CallContext& context) noexcept;
+  void name_whom_it_waits_for(Status* status) noexcept;
   Status break_if_lost(Status status) noexcept;
   const EntryHeader& record(int peer) noexcept;
   int64_t record_rows(int peer, int destination) noexcept;

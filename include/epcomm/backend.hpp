@@ -39,8 +39,8 @@ enum class PeerState : uint64_t {
   kDead = 3,    // its process ended
 };
 
-// What a state word holds: the state and, with kBroken, the rank whose loss made the writer give
-// up, so that ranks which cannot see that loss themselves name the same one. -1: none.
+// What a state word holds: the state and, with kBroken, the rank whose loss or silence made the
+// writer give up, so that ranks which cannot see that themselves name the same one. -1: none.
 constexpr uint64_t state_value(PeerState state, int lost = -1) noexcept {
   return uint64_t(state) | uint64_t(lost + 1) << 8;
 }

@@ -84,7 +84,11 @@ def sleep_then(here, seconds, way):
 
 @pytest.mark.parametrize("way", ["expert", "rank, zero copy", "rank, async", "barrier"])
 def test_a_stopped_peer_is_alive(job, way):
-    """SIGSTOP is no death: nobody raises before the deadline, then all name the rank that stopped."""
+    """SIGSTOP is no death: nobody raises before the deadline, then all name the rank that stopped.
+
+    Where the stop fell between two of its messages, one rank waits for it, and the other for that one: the first to
+    reach its deadline is a time-out, and the other may hear of it before its own.
+    """
     ranks = job(3)
     ranks.values(create, timeout_s=1.0)
     for rank in range(3):
@@ -93,9 +97,11 @@ def test_a_stopped_peer_is_alive(job, way):
         ranks.told(rank)
     time.sleep(0.05)
     at = ranks.signal(2, signal.SIGSTOP)
-    for rank in (0, 1):
-        answer = ranks.answer(rank)
-        assert answer.failure.kind == "CommTimeoutError" and answer.failure.peer == 2, answer.failure
+    answers = [ranks.answer(rank) for rank in (0, 1)]
+    assert "CommTimeoutError" in {answer.failure.kind for answer in answers}, answers
+    for answer in answers:
+        assert answer.failure.kind in ("CommTimeoutError", "PeerLostError"), answer.failure
+        assert answer.failure.peer == 2, answer.failure
         assert 0.95 <= answer.end - at < 1.0 + slack(), answer.end - at
     at = ranks.signal(2, signal.SIGCONT)
     answer = ranks.answer(2)

@@ -168,7 +168,7 @@ void hearsay() {
   EXPECT_OK(ranks[1].signal(0, 2, kState + kSignalStride, state_value(PeerState::kBroken, 2)));
   const Status status = ranks[0].wait(1, kWords, 1, spec());
   EXPECT(status.code == Code::kPeerLost && status.peer == 2 &&
-             status.text.find("rank 2 is lost: rank 1 says so") != std::string::npos,
+             status.text.find("rank 1 gave up because of rank 2") != std::string::npos,
          "peer %d: %s", status.peer, status.text.c_str());
   EXPECT(ranks[0].peer_state(1) == PeerState::kBroken, "state");
   // It lost this very rank, or nobody in particular: then it is the one to name.
