@@ -132,8 +132,9 @@ void Waiter::abort(const Status& why) noexcept {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (aborted_.load(std::memory_order_relaxed)) return;  // the first reason stays
-    abort_why_ = why;
-    if (why.ok()) abort_why_ = error(Code::kPeerLost, -1, "aborted");
+    Status reason = guarded([&] { return why; });
+    if (reason.ok()) reason = error(Code::kPeerLost, -1, "aborted");
+    abort_why_ = std::move(reason);
     aborted_.store(true, std::memory_order_seq_cst);
   }
   if (setup_.bell) setup_.bell->ring_always();

@@ -1,3 +1,5 @@
+#include <pthread.h>
+
 #include <algorithm>
 #include <cinttypes>
 #include <cstring>
@@ -52,6 +54,15 @@ class Ibrc final : public IbrcBackend, private ProxyEvents {
     return IbrcBackend::adopt_heap(segment);
   }
 
+  Status connect(int rank, const std::vector<std::string>& infos, uint64_t state_word,
+                 double timeout_s, int (*interrupted)(void*),
+                 void* interrupted_arg) noexcept override {
+    caller_ = pthread_self();
+    interrupted_ = interrupted;
+    interrupted_arg_ = interrupted_arg;
+    return IbrcBackend::connect(rank, infos, state_word, timeout_s, interrupted, interrupted_arg);
+  }
+
   // IbrcBackend
   Stats stats() const noexcept override;
 
@@ -75,7 +86,7 @@ class Ibrc final : public IbrcBackend, private ProxyEvents {
 
   // ProxyEvents, in a proxy's thread
   void peer_lost(int peer, const std::string& why) noexcept override { note_lost(peer, why); }
-  void bad_command(const Status& why) noexcept override { note_broken(why); }
+  void broken(const Status& why) noexcept override { note_broken(why); }
   bool waited_for(int peer) noexcept override { return IbrcBackend::waited_for(peer); }
 
   Status check_options() const noexcept;
@@ -92,12 +103,18 @@ class Ibrc final : public IbrcBackend, private ProxyEvents {
   std::vector<std::unique_ptr<Channel>> channels_;
   std::vector<std::unique_ptr<Proxy>> proxies_;
   uint32_t max_message_ = kCommandMaxBytes;
+  // Who called connect(), and how it hears of Ctrl-C: also in put(), which is not told.
+  pthread_t caller_{};
+  int (*interrupted_)(void*) = nullptr;
+  void* interrupted_arg_ = nullptr;
 };
 
 Status Ibrc::check_options() const noexcept {
   const uint32_t size = options_.queue_size;
-  if (size >= 2 && (size & (size - 1)) == 0) return {};
-  return error(Code::kInvalidArgument, -1, "queue_size=%u: expected a power of two from 2", size);
+  const uint32_t most = uint32_t(INT32_MAX) / uint32_t(std::max(1, options_.rdma.num_ranks));
+  if (size >= 2 && size <= most && (size & (size - 1)) == 0) return {};
+  return error(Code::kInvalidArgument, -1, "queue_size=%u: expected a power of two from 2 to %u",
+               size, most);
 }
 
 Status Ibrc::start(int local_ranks) {
@@ -148,7 +165,7 @@ Status Ibrc::start(int local_ranks) {
 void Ibrc::drain(int peer, int64_t deadline_ns) noexcept {
   for (auto& channel : channels_) {
     int64_t nap = 10 * 1000;
-    while (channel->done() < channel->last_to(peer)) {
+    while (channel->completed(peer) < channel->issued_to(peer)) {
       if (waiter().peer_state(peer) != PeerState::kAlive || common::now_ns() >= deadline_ns) break;
       const timespec pause = common::to_timespec(nap);
       nanosleep(&pause, nullptr);
@@ -159,13 +176,20 @@ void Ibrc::drain(int peer, int64_t deadline_ns) noexcept {
 
 // ---- use
 
-// One command into the ring, once it has room. What a lost peer does not get is no error here:
-// waits and quiet() say who is lost and why.
+// One command into the ring, once it and the peer's share have room. What a lost peer does not get
+// is no error here: waits and quiet() say who is lost and why.
 Status Ibrc::send(Channel& channel, const Command& command) noexcept {
-  if (!channel.has_room()) {
-    const WaitSpec spec{"put", "command queue", timeout_s()};
-    Status status = room_waiter().wait(command.peer, channel.taken_word(), channel.room_at(), spec);
-    if (status.code == Code::kPeerLost && waiter().peer_state(command.peer) == PeerState::kLeft) {
+  const int peer = command.peer;
+  if (!channel.has_room(peer)) {
+    WaitSpec spec{"put", "command queue", timeout_s()};
+    if (pthread_equal(pthread_self(), caller_)) {
+      spec.interrupted = interrupted_;
+      spec.interrupted_arg = interrupted_arg_;
+    }
+    common::Waiter& waits = room_waiter();
+    Status status = waits.wait(peer, channel.completed_word(peer), channel.room_at(peer), spec);
+    if (status.ok()) status = waits.wait(peer, channel.taken_word(), channel.room_at(), spec);
+    if (status.code == Code::kPeerLost && waiter().peer_state(peer) == PeerState::kLeft) {
       return {};  // it takes nothing any more, and said so
     }
     EPCOMM_RETURN_IF_ERROR(status);
@@ -214,7 +238,8 @@ Status Ibrc::put_signal(int peer, int channel, uint64_t dst, uint64_t src, uint6
 Status Ibrc::quiet(int peer, int channel, const WaitSpec& spec) noexcept {
   EPCOMM_RETURN_IF_ERROR(check_use(peer, channel));
   Channel& ring = *channels_[size_t(channel)];
-  const Status status = room_waiter().wait(peer, ring.done_word(), ring.last_to(peer), spec);
+  const Status status =
+      room_waiter().wait(peer, ring.completed_word(peer), ring.issued_to(peer), spec);
   return quiet_status(peer, status, spec);
 }
 

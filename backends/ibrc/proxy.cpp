@@ -149,18 +149,19 @@ bool Proxy::take() noexcept {
   uint32_t taken = 0;
   for (size_t c = 0; c < setup_.channels.size(); ++c) {
     Channel& channel = *setup_.channels[c];
-    taken += channel.take(kTake, [&](int32_t place) {
-      const Command& command = channel.at(place).command;
+    taken += channel.take(kTake, [&](const Command& command) {
       if (Status bad = check(c, command); !bad.ok()) {
-        channel.finish(place);
-        setup_.events->bad_command(bad);
-        return;
+        channel.refuse(command);
+        setup_.events->broken(bad);
+        return true;
       }
+      if (!channel.may_hold(command.peer)) return false;  // others behind it wait too: see Channel
       const int number = queue_of_[c * size_t(setup_.num_ranks) + size_t(command.peer)];
-      queues_[size_t(number)]->push(place);
-      if (!queues_[size_t(number)]->waiting() || is_waiting_[size_t(number)]) return;
+      queues_[size_t(number)]->push(channel.hold(command));
+      if (!queues_[size_t(number)]->waiting() || is_waiting_[size_t(number)]) return true;
       is_waiting_[size_t(number)] = 1;
       waiting_.push_back(number);
+      return true;
     });
   }
   ProxyStats::add(stats_.commands, taken);
@@ -184,17 +185,24 @@ Status Proxy::check(size_t channel, const Command& command) const noexcept {
     wrong = "no queue pair to the peer";
   }
   if (!wrong) return {};
-  return error(Code::kInternal, command.peer,
-               "command refused (%s): op %u, flags %u, peer %d, %u bytes from offset %" PRIu64
-               " to %" PRIu64 ", word %" PRIu64 "; the heap has %" PRIu64 " bytes",
-               wrong, command.op, command.flags, command.peer, command.bytes, command.src,
-               command.dst, command.word, size);
+  return common::guarded([&] {
+    return error(Code::kInternal, command.peer,
+                 "command refused (%s): op %u, flags %u, peer %d, %u bytes from offset %" PRIu64
+                 " to %" PRIu64 ", word %" PRIu64 "; the heap has %" PRIu64 " bytes",
+                 wrong, command.op, command.flags, command.peer, command.bytes, command.src,
+                 command.dst, command.word, size);
+  });
 }
 
 bool Proxy::post(SendQueue& queue) noexcept {
   bool moved = false;
   const Status status = queue.post(&moved);
   if (status.ok()) return moved;
+  if (status.code == Code::kOutOfMemory) {
+    queue.fail(nullptr, "");
+    setup_.events->broken(status);
+    return true;
+  }
   // A post to a queue pair in its error state says little; the completion that brought it there
   // says more.
   while (poll(*queue.completions())) {

@@ -1,4 +1,4 @@
-// The thread that turns commands into work requests and completions into `done`.
+// The thread that turns commands into work requests and completions into counts.
 #pragma once
 
 #include <pthread.h>
@@ -21,8 +21,8 @@ class ProxyEvents {
   virtual ~ProxyEvents() = default;
   // The queue pair to this peer takes nothing any more; `why` ends a sentence.
   virtual void peer_lost(int peer, const std::string& why) noexcept = 0;
-  // A command that no producer of ours writes: nothing can be trusted any more.
-  virtual void bad_command(const Status& why) noexcept = 0;
+  // A command that no producer of ours writes, or no memory: nothing can be trusted any more.
+  virtual void broken(const Status& why) noexcept = 0;
   // Somebody waits for a word of this peer.
   virtual bool waited_for(int peer) noexcept = 0;
 };

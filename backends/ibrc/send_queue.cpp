@@ -1,6 +1,7 @@
 #include "ibrc/send_queue.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <cinttypes>
 #include <cstdio>
 
@@ -9,6 +10,8 @@
 
 namespace epcomm::ibrc {
 namespace {
+
+constexpr int64_t kRefusedNs = 1000 * 1000 * 1000;
 
 bool has_put(const Command& command) noexcept {
   return (command.op & kCommandPut) != 0 && command.bytes > 0;
@@ -85,10 +88,9 @@ ibv_send_wr& SendQueue::add_request() noexcept {
 
 void SendQueue::add_put(const Command& command) noexcept {
   Batch& batch = *setup_.batch;
-  ProxyStats::add(setup_.stats->bytes, command.bytes);
   if (merges(command)) {
     batch.pieces[batch.count - 1].length += command.bytes;
-    ProxyStats::add(setup_.stats->merged, 1);
+    ++batch.merged;
     return;
   }
   ibv_send_wr& request = add_request();
@@ -99,7 +101,16 @@ void SendQueue::add_put(const Command& command) noexcept {
   batch.tail_is_put = true;
 }
 
-void SendQueue::add_signal(const Command& command) noexcept {
+// Null: no memory.
+uint64_t* SendQueue::sum_of(uint64_t word) noexcept {
+  try {
+    return &shadow_[word];
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+void SendQueue::add_signal(const Command& command, uint64_t* sum) noexcept {
   Batch& batch = *setup_.batch;
   ibv_send_wr& request = add_request();
   const uint64_t remote = setup_.rdma->remote_heap + command.word;
@@ -115,7 +126,7 @@ void SendQueue::add_signal(const Command& command) noexcept {
     return;
   }
   uint64_t& value = batch.values[batch.count - 1];
-  value = shadow_[command.word] += command.add;
+  value = *sum += command.add;
   *request.sg_list = {reinterpret_cast<uint64_t>(&value), 8, 0};
   request.opcode = IBV_WR_RDMA_WRITE;
   request.send_flags = IBV_SEND_INLINE;  // copied by the post
@@ -123,18 +134,24 @@ void SendQueue::add_signal(const Command& command) noexcept {
   request.wr.rdma.rkey = setup_.rdma->signal_rkey;
 }
 
-void SendQueue::build() noexcept {
+// False: no memory for the next command's signal.
+bool SendQueue::build() noexcept {
   Batch& batch = *setup_.batch;
-  batch.count = batch.atomics = 0;
+  batch.count = batch.atomics = batch.merged = 0;
   batch.tail_is_put = false;
   const uint32_t ask_every = std::max(1u, setup_.rdma->depth / 2);
   const uint32_t ask_every_atomics = std::max(1u, setup_.rdma->max_rd_atomic / 2);
   while (next_ >= 0) {
-    Taken& taken = channel().at(next_);
+    Held& taken = channel().at(next_);
     if (!fits(taken.command)) break;
+    uint64_t* sum = nullptr;
+    if (has_signal(taken.command) && !atomics()) {
+      sum = sum_of(taken.command.word);
+      if (!sum) return false;
+    }
     const uint32_t before = batch.count, atomics_before = batch.atomics;
     if (has_put(taken.command)) add_put(taken.command);
-    if (has_signal(taken.command)) add_signal(taken.command);
+    if (has_signal(taken.command)) add_signal(taken.command, sum);
     for (uint32_t i = before; i < batch.count; ++i) {
       atomics_upto_[(posted_ + i) % atomics_upto_.size()] =
           atomics_posted_ + (i + 1 == batch.count ? batch.atomics : atomics_before);
@@ -146,18 +163,35 @@ void SendQueue::build() noexcept {
     }
     next_ = next_ == last_ ? -1 : taken.next;
   }
+  return true;
 }
 
 Status SendQueue::post(bool* moved) noexcept {
   if (!waiting()) return {};
+  if (mute_ && free_credits() > 0) {
+    const uint64_t posted = posted_;
+    EPCOMM_RETURN_IF_ERROR(post_empty());
+    *moved |= posted_ != posted;
+    return {};
+  }
   const int32_t before = next_;
-  build();
+  const bool memory = build();
   if (next_ == before) {
+    if (!memory) {
+      return common::guarded([&] {
+        return error(Code::kOutOfMemory, setup_.rdma->peer,
+                     "no host memory for the sum of word %" PRIu64 " of rank %d",
+                     channel().at(next_).command.word, setup_.rdma->peer);
+      });
+    }
     ProxyStats::add(setup_.stats->stalls, 1);
     return {};
   }
-  *moved = true;
-  if (setup_.batch->count > 0) EPCOMM_RETURN_IF_ERROR(send());
+  if (setup_.batch->count > 0) EPCOMM_RETURN_IF_ERROR(send(before));
+  if (next_ != before) {
+    *moved = true;
+    refused_ns_ = 0;
+  }
   retire();  // commands that move nothing
   return {};
 }
@@ -165,20 +199,26 @@ Status SendQueue::post(bool* moved) noexcept {
 Status SendQueue::probe(int64_t idle_since, bool* moved) noexcept {
   if (failed_ || outstanding() > 0 || waiting() || last_post_ns_ > idle_since) return {};
   if (free_credits() == 0) return {};
+  ProxyStats::add(setup_.stats->probes, 1);
+  *moved = true;
+  return post_empty();
+}
+
+// A write of nothing, which asks for a completion.
+Status SendQueue::post_empty() noexcept {
   Batch& batch = *setup_.batch;
-  batch.count = batch.atomics = 0;
+  batch.count = batch.atomics = batch.merged = 0;
   ibv_send_wr& request = add_request();
   request.num_sge = 0;
   request.opcode = IBV_WR_RDMA_WRITE;
   request.wr.rdma.remote_addr = setup_.rdma->remote_heap;
   request.wr.rdma.rkey = setup_.rdma->data_rkey;
   atomics_upto_[posted_ % atomics_upto_.size()] = atomics_posted_;
-  ProxyStats::add(setup_.stats->probes, 1);
-  *moved = true;
-  return send();
+  return send(-1);
 }
 
-Status SendQueue::send() noexcept {
+// The batch, made from the commands from `begin` on.
+Status SendQueue::send(int32_t begin) noexcept {
   Batch& batch = *setup_.batch;
   batch.requests[batch.count - 1].send_flags |= IBV_SEND_SIGNALED;
   unasked_ = unasked_atomics_ = 0;
@@ -189,19 +229,57 @@ Status SendQueue::send() noexcept {
     sent = bad ? uint32_t(bad - batch.requests) : 0;
     if (sent > batch.count) sent = 0;
   }
+  uint64_t bytes = 0;
+  for (uint32_t i = 0; i < sent; ++i) {
+    const ibv_send_wr& request = batch.requests[i];
+    const bool atomic = request.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
+    atomics_posted_ += atomic;
+    if (!atomic && request.num_sge > 0 && !(request.send_flags & IBV_SEND_INLINE)) {
+      bytes += request.sg_list->length;
+    }
+  }
+  // A list that is cut short has lost its end, which asks: credits would never come back. What was
+  // taken is less than the credits there were, so one is left.
+  if (sent > 0) mute_ = !(batch.requests[sent - 1].send_flags & IBV_SEND_SIGNALED);
   posted_ += sent;
-  atomics_posted_ += batch.atomics;
   setup_.completions->outstanding += sent;
-  last_post_ns_ = common::now_ns();
-  ProxyStats::add(setup_.stats->posts, 1);
-  ProxyStats::add(setup_.stats->requests, sent);
-  if (why == 0) return {};
+  const int64_t now = common::now_ns();
+  if (sent > 0) {
+    last_post_ns_ = now;
+    ProxyStats::add(setup_.stats->posts, 1);
+    ProxyStats::add(setup_.stats->requests, sent);
+    ProxyStats::add(setup_.stats->bytes, bytes);
+  }
+  if (why == 0) {
+    ProxyStats::add(setup_.stats->merged, batch.merged);
+    return {};
+  }
+  if (why == ENOMEM && (refused_ns_ == 0 || now - refused_ns_ < kRefusedNs)) {
+    ProxyStats::add(setup_.stats->stalls, 1);
+    take_back(begin);
+    // A probe is made again when its time comes.
+    if (refused_ns_ == 0 && waiting()) refused_ns_ = now;
+    return {};
+  }
   return common::guarded([&] {
     return error(Code::kPeerLost, setup_.rdma->peer,
                  "ibv_post_send took %u of %u work requests with %u of %u under way: %s", sent,
                  batch.count, outstanding() - sent, setup_.rdma->depth,
                  common::errno_text(why).c_str());
   });
+}
+
+// Commands from `begin` on whose last work request was not posted wait again, whole: to write their
+// bytes twice does no harm, since nothing has said yet that they are there.
+void SendQueue::take_back(int32_t begin) noexcept {
+  const int32_t end = next_;
+  for (int32_t at = begin; at >= 0 && at != end; at = at == last_ ? -1 : channel().at(at).next) {
+    const Held& held = channel().at(at);
+    if (held.end <= posted_) continue;
+    if (next_ == end) next_ = at;
+    if (!has_signal(held.command) || atomics()) continue;
+    shadow_.find(held.command.word)->second -= held.command.add;
+  }
 }
 
 // Credits of all work requests below `end` come back.
@@ -219,6 +297,7 @@ void SendQueue::retire() noexcept {
     first_ = place == last_ ? -1 : channel().at(place).next;
     if (first_ < 0) last_ = -1;
     channel().finish(place);
+    refused_ns_ = 0;
   }
 }
 
@@ -237,6 +316,7 @@ std::string SendQueue::describe(uint64_t request) noexcept {
 
 std::string SendQueue::fail(const ibv_wc* completion, const char* why) noexcept {
   std::string text;
+  Status made;
   if (completion) {
     const uint64_t request =
         completed_ + uint32_t(uint32_t(completion->wr_id) - uint32_t(completed_));
@@ -245,7 +325,7 @@ std::string SendQueue::fail(const ibv_wc* completion, const char* why) noexcept 
       settle(request);
       retire();
     }
-    common::guarded([&] {
+    made = common::guarded([&] {
       if (failed_) return Status{};
       const common::RdmaQueue& rdma = *setup_.rdma;
       char head[256];
@@ -259,7 +339,7 @@ std::string SendQueue::fail(const ibv_wc* completion, const char* why) noexcept 
     });
     settle(request + 1);
   } else if (!failed_) {
-    common::guarded([&] {
+    made = common::guarded([&] {
       char head[96];
       std::snprintf(head, sizeof head,
                     "queue pair %" PRIu32 " of channel %d: ", setup_.rdma->qp->qp_num,
@@ -269,6 +349,7 @@ std::string SendQueue::fail(const ibv_wc* completion, const char* why) noexcept 
     });
   }
   if (failed_) return text;
+  if (!made.ok()) text = std::move(made.text);  // the loss is told in whatever words
   failed_ = true;
   for (int32_t at = first_; at >= 0;) {
     const int32_t behind = at == last_ ? -1 : channel().at(at).next;

@@ -47,6 +47,7 @@ struct Batch {
 
   uint32_t count = 0;
   uint32_t atomics = 0;
+  uint32_t merged = 0;
   bool tail_is_put = false;  // the last one can grow
   ibv_send_wr requests[kMax];
   ibv_sge pieces[kMax];
@@ -78,7 +79,9 @@ class SendQueue {
   // True while commands wait to be posted.
   bool waiting() const noexcept { return next_ >= 0; }
   // One linked list, one ibv_post_send(): as many waiting commands as credits allow. *moved is set
-  // if it posted or finished something. A status means that the queue pair takes nothing any more.
+  // if it posted or finished something. kPeerLost means that the queue pair takes nothing any more,
+  // kOutOfMemory that there was no memory for what a signal needs. What a device has no room for
+  // (ENOMEM) waits again, for a second at most without anything moving.
   Status post(bool* moved) noexcept;
   // An empty write, if nothing is under way and nothing was posted since `idle_since`.
   Status probe(int64_t idle_since, bool* moved) noexcept;
@@ -95,19 +98,22 @@ class SendQueue {
  private:
   uint32_t free_credits() const noexcept;
   bool atomics() const noexcept { return setup_.rdma->max_rd_atomic > 0; }
-  void build() noexcept;
+  Status post_empty() noexcept;
+  bool build() noexcept;
+  uint64_t* sum_of(uint64_t word) noexcept;
+  void take_back(int32_t begin) noexcept;
   bool fits(const Command& command) const noexcept;
   bool merges(const Command& command) const noexcept;
   void add_put(const Command& command) noexcept;
-  void add_signal(const Command& command) noexcept;
+  void add_signal(const Command& command, uint64_t* sum) noexcept;
   ibv_send_wr& add_request() noexcept;
-  Status send() noexcept;
+  Status send(int32_t begin) noexcept;
   void settle(uint64_t end) noexcept;
   void retire() noexcept;
   std::string describe(uint64_t request) noexcept;
 
   const Setup setup_;
-  // Commands, linked through the channel's window: [first_, next_) are under way, [next_, last_]
+  // Commands, linked through the channel's pool: [first_, next_) are under way, [next_, last_]
   // wait.
   int32_t first_ = -1, next_ = -1, last_ = -1;
   // Work requests, numbered from 0.
@@ -119,6 +125,8 @@ class SendQueue {
   uint32_t unasked_ = 0;                // posted since the last that asks for a completion
   uint32_t unasked_atomics_ = 0;
   int64_t last_post_ns_ = 0;
+  bool mute_ = false;       // the last one posted asks for none, and should have
+  int64_t refused_ns_ = 0;  // since when the device has had no room; 0: it had
   bool failed_ = false;
   // Where there are no atomics: what the peer's words hold, since this is their only writer.
   std::unordered_map<uint64_t, uint64_t> shadow_;

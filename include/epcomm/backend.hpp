@@ -84,7 +84,9 @@ class HostTransport {
   virtual Status put(int peer, int channel, uint64_t dst, uint64_t src,
                      uint64_t bytes) noexcept = 0;
 
-  // Add to a 64-bit word in the peer's heap. One writer per word.
+  // Add to a 64-bit word in the peer's heap. One writer per word; and where the device has no
+  // atomics, or a lost path is replaced by another, one channel per word: there signals are writes
+  // of a sum that is kept by channel.
   virtual Status signal(int peer, int channel, uint64_t word, uint64_t add) noexcept = 0;
 
   virtual Status put_signal(int peer, int channel, uint64_t dst, uint64_t src, uint64_t bytes,
@@ -125,7 +127,8 @@ class Backend {
 
   // All ranks' infos in rank order. `state_word` is the heap offset of [rank] PeerState words,
   // kSignalStride apart, through which peers say that they left. Reaches every peer or says which
-  // one it cannot reach and why. `interrupted`: as in WaitSpec.
+  // one it cannot reach and why. `interrupted`: as in WaitSpec; kept, for waits of this thread in
+  // calls that are given no WaitSpec.
   virtual Status connect(int rank, const std::vector<std::string>& infos, uint64_t state_word,
                          double timeout_s, int (*interrupted)(void*) = nullptr,
                          void* interrupted_arg = nullptr) noexcept = 0;

@@ -9,7 +9,9 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <thread>
 
 #include "check.hpp"
 #include "ibrc/factory.hpp"
@@ -65,6 +67,9 @@ struct Setup {
   uint64_t seed = 0;   // of the model's disorder
   std::string faults;  // of rank 0's NICs
   double timeout_s = 60;
+  int (*interrupted)(void*) = nullptr;
+  void* interrupted_arg = nullptr;
+  std::function<void(int rank, HostTransport&)> then;  // in the thread that has connected
 };
 
 struct Ranks {
@@ -94,7 +99,9 @@ struct Ranks {
     }
     run_ranks(setup.num_ranks, [&](int rank) {
       Backend& backend = *backends[size_t(rank)];  // which has the default arguments
-      EXPECT_OK(backend.connect(rank, infos, kState, setup.timeout_s));
+      EXPECT_OK(backend.connect(rank, infos, kState, setup.timeout_s, setup.interrupted,
+                                setup.interrupted_arg));
+      if (setup.then) setup.then(rank, *backend.host_transport());
     });
   }
   HostTransport& operator[](int rank) { return *backends[size_t(rank)]->host_transport(); }
@@ -202,6 +209,48 @@ void faults() {
   EXPECT(seconds_since(start) < 10, "closing took %.1f s", seconds_since(start));
 }
 
+// Nothing of what goes to rank 1 is ever completed: who waits for that ends by its deadline or by
+// Ctrl-C and names rank 1; rank 2 gets all it is sent.
+void stalled_peer() {
+  Setup setup;
+  setup.num_ranks = 3;
+  setup.ports = 1;
+  setup.queue_size = 16;
+  setup.timeout_s = 1;
+  setup.faults = "lose_cqe qp=0";
+  std::atomic<bool> pressed{false};
+  setup.interrupted = [](void* flag) { return int(static_cast<std::atomic<bool>*>(flag)->load()); };
+  setup.interrupted_arg = &pressed;
+  setup.then = [&](int rank, HostTransport& transport) {
+    if (rank != 0) return;
+    for (int i = 0; i < 16; ++i) EXPECT_OK(transport.signal(1, 0, kWords, 1));
+    for (int i = 0; i < 400; ++i) EXPECT_OK(transport.put_signal(2, 0, 16384, 16384, 8, kWords, 1));
+    EXPECT_OK(transport.quiet(2, 0, spec(20)));
+    const Status quiet = transport.quiet(1, 0, spec(0.2));
+    EXPECT(quiet.code == Code::kTimeout && quiet.peer == 1, "%s", quiet.text.c_str());
+    auto start = Clock::now();
+    const Status full = transport.signal(1, 0, kWords, 1);
+    EXPECT(full.code == Code::kTimeout && full.peer == 1 &&
+               full.text.find("command queue") != std::string::npos,
+           "%s", full.text.c_str());
+    EXPECT(seconds_since(start) > 0.9, "after %.3f s", seconds_since(start));
+    pressed = true;
+    start = Clock::now();
+    const Status stopped = transport.signal(1, 0, kWords, 1);
+    EXPECT(stopped.code == Code::kInterrupted, "%s", stopped.text.c_str());
+    EXPECT(seconds_since(start) < 0.9, "after %.3f s", seconds_since(start));
+    // Another thread hears nothing: what it was given ends it.
+    Status other;
+    std::thread([&] { other = transport.signal(1, 0, kWords, 1); }).join();
+    EXPECT(other.code == Code::kTimeout && other.peer == 1, "%s", other.text.c_str());
+    EXPECT_OK(transport.put_signal(2, 0, 16384, 16384, 8, kWords, 1));
+    EXPECT_OK(transport.quiet(2, 0, spec(20)));
+  };
+  Ranks ranks(setup);
+  EXPECT_OK(ranks[2].wait(0, kWords, 401, spec()));
+  ranks.close();
+}
+
 // Bad arguments are refused here; the own rank is a peer too; nothing is left behind.
 void arguments() {
   Ranks ranks({});
@@ -246,6 +295,7 @@ int main(int argc, char** argv) {
   hearsay();
   own_port();
   faults();
+  stalled_peer();
   {
     Ranks ranks({});
     EXPECT(our_threads() > 0, "the count counts nothing");

@@ -7,12 +7,28 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #include "check.hpp"
 #include "scripted_nic.hpp"
 #include "scripted_verbs.hpp"
+
+// While set, the nodes in which a queue keeps sums of words find no memory: nothing else here is of
+// their size.
+static std::atomic<bool> fail_nodes{false};
+
+[[gnu::noinline]] void* operator new(size_t bytes) {
+  if (bytes == sizeof(std::pair<void*, std::pair<uint64_t, uint64_t>>) && fail_nodes) {
+    throw std::bad_alloc();
+  }
+  if (void* const memory = std::malloc(bytes ? bytes : 1)) return memory;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace epcomm::testing {
 namespace {
@@ -173,7 +189,11 @@ struct Rig : ibrc::ProxyEvents {
 
   void send(int channel, const Command& command) {
     Channel& ring = *channels[size_t(channel)];
-    while (!ring.has_room()) std::this_thread::yield();
+    const auto start = Clock::now();
+    while (!ring.has_room(command.peer)) {
+      EXPECT(seconds_since(start) < 20, "no room for peer %d", command.peer);
+      std::this_thread::yield();
+    }
     ring.write(command);
     proxy->wake();
   }
@@ -190,9 +210,9 @@ struct Rig : ibrc::ProxyEvents {
   void quiet(int channel, int peer, double limit_s = 60) {
     Channel& ring = *channels[size_t(channel)];
     const auto start = Clock::now();
-    while (ring.done() < ring.last_to(peer)) {
-      EXPECT(seconds_since(start) < limit_s, "channel %d: done %d of %d", channel, int(ring.done()),
-             int(ring.last_to(peer)));
+    while (ring.completed(peer) < ring.issued_to(peer)) {
+      EXPECT(seconds_since(start) < limit_s, "channel %d, peer %d: %d of %d", channel, peer,
+             int(ring.completed(peer)), int(ring.issued_to(peer)));
       std::this_thread::yield();
     }
   }
@@ -212,7 +232,7 @@ struct Rig : ibrc::ProxyEvents {
     const std::lock_guard<std::mutex> lock(mutex);
     lost.push_back({peer, why});
   }
-  void bad_command(const Status& why) noexcept override {
+  void broken(const Status& why) noexcept override {
     const std::lock_guard<std::mutex> lock(mutex);
     bad.push_back(why);
   }
@@ -374,15 +394,137 @@ void errors(uint64_t seed) {
   // A post that is refused: the completion that tells why comes first if there is one.
   Rig second(shape, seed);
   second.nic.refuse = [](const ScriptedNic::Qp& qp, const ibv_send_wr&) {
-    return qp.posted == 7 ? ENOMEM : 0;
+    return qp.posted == 7 ? EINVAL : 0;
   };
   second.start();
   for (int i = 0; i < 20; ++i) second.put(0, 1, uint64_t(i) * 64, uint64_t(i) * 96, 32);
   second.quiet(0, 1);
   second.proxy->stop();
   EXPECT(second.lost.size() == 1 && has(second.lost[0].second, "ibv_post_send took") &&
-             has(second.lost[0].second, "Cannot allocate memory"),
+             has(second.lost[0].second, "Invalid argument"),
          "'%s'", second.lost.empty() ? "nothing" : second.lost[0].second.c_str());
+}
+
+// A device without room (ENOMEM) is asked again; only one that never has any loses its peer.
+void no_room(uint64_t seed) {
+  for (uint32_t max_atomics : {0u, 16u}) {
+    Shape shape;
+    shape.peers = 2;
+    shape.max_delay = 10;
+    shape.max_atomics = max_atomics;
+    Rig rig(shape, seed);
+    Random chance(seed);
+    uint64_t refused = 0;
+    rig.nic.refuse = [&](const ScriptedNic::Qp&, const ibv_send_wr&) {
+      refused += chance.one_in(4);
+      return chance.one_in(4) ? ENOMEM : 0;
+    };
+    rig.start();
+    for (int i = 0; i < 600; ++i) {
+      const uint64_t at = 8192 + uint64_t(i) * 16, value = mix(seed, uint64_t(i));
+      std::memcpy(rig.heap.data() + at, &value, 8);
+      rig.put_signal(0, 1 + i % 2, at, at, 8, uint64_t(i % 3) * 64, uint64_t(i));
+      if (i % 5 == 0) rig.put(0, 1 + i % 2, 0, 0, 0);
+    }
+    uint64_t sums[3][3] = {};
+    for (int i = 0; i < 600; ++i) sums[1 + i % 2][i % 3] += uint64_t(i);
+    for (int peer = 1; peer <= 2; ++peer) {
+      rig.quiet(0, peer);
+      for (int which = 0; which < 3; ++which) {
+        EXPECT(rig.word(peer, uint64_t(which) * 64) == sums[peer][which], "peer %d, word %d", peer,
+               which);
+      }
+    }
+    rig.proxy->stop();
+    for (int i = 0; i < 600; ++i) {
+      const uint64_t at = 8192 + uint64_t(i) * 16;
+      EXPECT(rig.word(1 + i % 2, at) == mix(seed, uint64_t(i)), "put %d", i);
+    }
+    EXPECT(refused > 20 && rig.lost.empty(), "%d refused, %d lost", int(refused),
+           int(rig.lost.size()));
+  }
+
+  Rig never({}, seed);
+  never.nic.refuse = [](const ScriptedNic::Qp& qp, const ibv_send_wr&) {
+    return qp.posted == 7 ? ENOMEM : 0;
+  };
+  const auto start = Clock::now();
+  never.start();
+  for (int i = 0; i < 20; ++i) never.put(0, 1, uint64_t(i) * 64, uint64_t(i) * 96, 32);
+  never.quiet(0, 1);
+  never.proxy->stop();
+  EXPECT(seconds_since(start) > 0.9, "given up after %.1f s", seconds_since(start));
+  EXPECT(never.lost.size() == 1 && has(never.lost[0].second, "Cannot allocate memory"), "'%s'",
+         never.lost.empty() ? "nothing" : never.lost[0].second.c_str());
+  EXPECT(never.qp(0, 1).executed == 7, "%d carried out", int(never.qp(0, 1).executed));
+}
+
+// A peer whose link is stalled holds up nobody else, however much goes to the others.
+void stalled_peer(uint64_t seed) {
+  Shape shape;
+  shape.peers = 3;
+  shape.ring = 16;
+  shape.depth = 8;
+  shape.max_delay = 3;
+  Rig rig(shape, seed);
+  Channel& ring = *rig.channels[0];
+  rig.nic.stalled_qp = &rig.qp(0, 1);
+  rig.start();
+  uint64_t sent[4] = {};
+  const auto put_to = [&](int peer) {
+    const uint64_t at = sent[peer]++ % 1024 * 48;
+    rig.put_signal(0, peer, at + 1024, at, 32, uint64_t(peer) * 64);
+  };
+  for (uint32_t i = 0; i < 10 * shape.ring; ++i) {
+    if (i < shape.ring) put_to(1);
+    put_to(2 + int(i % 2));
+  }
+  rig.quiet(0, 2);
+  rig.quiet(0, 3);
+  EXPECT(ring.completed(1) == 0 && ring.done() == 0, "the stalled one moves");
+  EXPECT(!ring.has_room(1) && ring.has_room(2), "its share is full, the ring is not");
+  EXPECT(rig.word(2, 128) == sent[2] && rig.word(3, 192) == sent[3], "signals");
+
+  // A producer that does not count by peer: its ring stops at the first command too many.
+  const auto write_uncounted = [&](int peer) {
+    ring.write({kCommandSignal, 0, peer, 0, 0, 0, uint64_t(peer) * 64, 1});
+    ++sent[peer];
+    rig.proxy->wake();
+  };
+  write_uncounted(2);
+  rig.quiet(0, 2);
+  write_uncounted(1);
+  write_uncounted(2);
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  EXPECT(ring.completed(2) + 1 == ring.issued_to(2), "order of the ring");
+  rig.nic.stalled_qp = nullptr;
+  for (int peer = 1; peer <= 3; ++peer) {
+    rig.quiet(0, peer);
+    EXPECT(rig.word(peer, uint64_t(peer) * 64) == sent[peer], "peer %d", peer);
+  }
+  EXPECT(ring.done() == sent[1] + sent[2] + sent[3] && ring.idle(), "in order, everything is done");
+  rig.proxy->stop();
+  EXPECT(rig.lost.empty() && rig.bad.empty(), "errors");
+}
+
+// No memory for the sum of a word: an error, and everything ends.
+void no_memory(uint64_t seed) {
+  Shape shape;
+  shape.max_atomics = 0;
+  Rig rig(shape, seed);
+  rig.start();
+  rig.signal(0, 1, 64);
+  rig.quiet(0, 1);
+  fail_nodes = true;
+  rig.signal(0, 1, 64);  // a word that has its sum
+  rig.signal(0, 1, 128);
+  rig.quiet(0, 1);
+  fail_nodes = false;
+  rig.proxy->stop();
+  EXPECT(rig.word(1, 64) == 2 && rig.word(1, 128) == 0, "signals");
+  EXPECT(rig.lost.empty() && rig.bad.size() == 1 && rig.bad[0].code == Code::kOutOfMemory &&
+             has(rig.bad[0].text, "word 128 of rank 1"),
+         "'%s'", rig.bad.empty() ? "nothing" : rig.bad[0].text.c_str());
 }
 
 // Commands that no producer of ours writes.
@@ -529,6 +671,9 @@ int main(int argc, char** argv) {
   batches(seed);
   signals(seed);
   errors(seed);
+  no_room(seed);
+  stalled_peer(seed);
+  no_memory(seed);
   bad_commands();
   probes(seed);
   stop_while_busy(seed);

@@ -80,7 +80,8 @@ class ScriptedNic {
   std::function<ibv_wc_status(const Qp&, const ibv_send_wr&)> fault;
   // What ibv_post_send answers to a request; 0 takes it.
   std::function<int(const Qp&, const ibv_send_wr&)> refuse;
-  std::atomic<bool> stalled{false};  // nothing is executed
+  std::atomic<bool> stalled{false};            // nothing is executed
+  std::atomic<const Qp*> stalled_qp{nullptr};  // nothing of this one is
 
  private:
   static int post_send(ibv_qp* verbs, ibv_send_wr* wr, ibv_send_wr** bad) {
@@ -167,7 +168,7 @@ class ScriptedNic {
     ++nic.polls_;
     if (!nic.stalled.load(std::memory_order_relaxed)) {
       for (auto& qp : nic.qps_) {
-        if (qp->cq != &cq) continue;
+        if (qp->cq != &cq || qp.get() == nic.stalled_qp.load(std::memory_order_relaxed)) continue;
         while (!qp->flight.empty() && qp->flight.front().due <= nic.polls_) {
           nic.execute(*qp, qp->flight.front());
           qp->flight.pop_front();

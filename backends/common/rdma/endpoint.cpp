@@ -362,10 +362,11 @@ void RdmaEndpoint::note_lost(int peer, const std::string& why) noexcept {
 }
 
 void RdmaEndpoint::note_broken(const Status& why) noexcept {
-  {
+  guarded([&] {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (first_error_.ok()) first_error_ = why;
-  }
+    return Status{};
+  });
   abort(why);
 }
 
