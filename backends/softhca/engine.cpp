@@ -230,10 +230,32 @@ bool Port::carry_out(Qp* qp, int64_t now) {
   int burst = kBurst;
   if (plan_.any(FaultKind::kInterleave)) burst = 1 + int(plan_.chance().below(4));
   bool any = false;
+  if (qp->silent_until_ns && now >= qp->silent_until_ns) {
+    qp->silent_until_ns = 0;
+    complete(qp, qp->unheard, {mlx5::kRetryExceeded, kPlanned}, now);
+    return true;
+  }
   for (; burst > 0 && !qp->flight.empty() && qp->state == QpState::kSending; --burst) {
     Work& work = qp->flight.front();
     if (!work.on_wire || work.due_ns > now) break;
     Verdict verdict{work.syndrome, work.vendor};
+    const Fault* const deaf =
+        qp->silent_until_ns || verdict.syndrome
+            ? nullptr
+            : plan_.strikes(FaultKind::kNoAck, qp->number_on_port, int64_t(work.number));
+    if (deaf) {
+      qp->silent_until_ns = now + std::max<int64_t>(deaf->ns, 1);
+      qp->silent_left = deaf->count;
+      qp->unheard = work;
+    }
+    if (qp->silent_until_ns) {
+      if (qp->silent_left == 0 || verdict.syndrome) break;
+      --qp->silent_left;
+      execute(qp, &work);
+      qp->flight.pop_front();
+      any = true;
+      continue;
+    }
     if (!verdict.syndrome) {
       if (const Fault* planned =
               plan_.strikes(FaultKind::kError, qp->number_on_port, int64_t(work.number))) {

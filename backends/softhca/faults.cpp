@@ -31,6 +31,7 @@ constexpr Kind kKinds[] = {
     {"lose_cqe", FaultKind::kLoseCqe, ""},
     {"flush_once", FaultKind::kFlushOnce, ""},
     {"error", FaultKind::kError, "syndrome"},
+    {"no_ack", FaultKind::kNoAck, "count us"},
     {"port_down", FaultKind::kPortDown, "at_ms for_ms"},
     {"slow_port", FaultKind::kSlowPort, "gbps"},
 };
@@ -67,7 +68,8 @@ Status set(Fault* fault, const std::string& key, const std::string& value) {
   };
   static constexpr Row rows[] = {{"port", 0, 255},   {"qp", 0, 1 << 24},   {"wqe", 0, 1e15},
                                  {"p", 0, 1},        {"us", 0, 1e9},       {"at_ms", 0, 1e9},
-                                 {"for_ms", 0, 1e9}, {"syndrome", 1, 255}, {"gbps", 1e-6, 1e5}};
+                                 {"for_ms", 0, 1e9}, {"syndrome", 1, 255}, {"gbps", 1e-6, 1e5},
+                                 {"count", 1, 1e9}};
   for (const Row& row : rows) {
     if (key != row.key) continue;
     double read;
@@ -84,6 +86,7 @@ Status set(Fault* fault, const std::string& key, const std::string& value) {
     if (key == "for_ms") fault->ns = int64_t(read * kMs);
     if (key == "syndrome") fault->syndrome = uint8_t(read);
     if (key == "gbps") fault->gbps = read;
+    if (key == "count") fault->count = int64_t(read);
     return {};
   }
   return error(Code::kInternal, -1, "faults: no key %s", key.c_str());

@@ -18,6 +18,8 @@
 //   lose_cqe                 a completion is never written
 //   flush_once               of all flushed work requests only the last gets a completion
 //   error syndrome           it fails; the queue pair goes to ERROR and flushes
+//   no_ack count us          it and `count` - 1 behind it are carried out, nothing after them; none
+//                            is acknowledged, and so much later it fails with 0x15
 //   port_down at_ms for_ms   the port's link is down, from the first connection on
 //   slow_port gbps           another rate
 #pragma once
@@ -45,6 +47,7 @@ enum class FaultKind {
   kLoseCqe,
   kFlushOnce,
   kError,
+  kNoAck,
   kPortDown,
   kSlowPort,
   kCount,
@@ -59,6 +62,7 @@ struct Fault {
   int64_t ns = 0;     // us or for_ms
   int64_t at_ns = 0;  // at_ms
   double gbps = 0;
+  int64_t count = 0;
   uint8_t syndrome = 0;
 };
 

@@ -181,6 +181,7 @@ void Port::reset(Qp* qp) {
   qp->last_record = 0;
   qp->posted = qp->fetched = qp->done = qp->covered = 0;
   qp->fetch_at_ns = qp->deaf_until_ns = qp->last_due_ns = qp->stalled_ns = 0;
+  qp->silent_until_ns = 0;
   qp->refused = false;
   qp->first_violation = kNone;
   qp->record[0] = qp->record[1] = 0;
@@ -279,7 +280,9 @@ bool Port::pass(int64_t now) {
 int64_t Port::next_due() const {
   int64_t due = INT64_MAX;
   for (const Qp* qp : order_) {
-    if (!qp->flight.empty()) due = std::min(due, qp->flight.front().due_ns);
+    if (qp->silent_until_ns) due = std::min(due, qp->silent_until_ns);
+    const bool stuck = qp->silent_until_ns && qp->silent_left == 0;
+    if (!stuck && !qp->flight.empty()) due = std::min(due, qp->flight.front().due_ns);
     if (qp->fetch_at_ns) due = std::min(due, qp->fetch_at_ns);
     if (qp->deaf_until_ns) due = std::min(due, qp->deaf_until_ns);
   }

@@ -112,8 +112,11 @@ struct Qp {
   int64_t fetch_at_ns = 0;    // a late fetch
   int64_t deaf_until_ns = 0;  // after a lost doorbell
   int64_t last_due_ns = 0;
-  int64_t stalled_ns = 0;  // since when nothing gets through
-  bool refused = false;    // nothing is fetched after a bad work request
+  int64_t stalled_ns = 0;       // since when nothing gets through
+  int64_t silent_until_ns = 0;  // until then `unheard` waits for an acknowledgement; then it fails
+  int64_t silent_left = 0;      // so many more are carried out meanwhile
+  Work unheard;
+  bool refused = false;  // nothing is fetched after a bad work request
   uint8_t first_violation = kNone;
   std::deque<Work> flight;
 };
