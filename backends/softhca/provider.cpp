@@ -581,9 +581,9 @@ Status SoftProvider::attach_remote(ibv_context*, const common::RemoteMemory& mem
     if (!memory.mapped || memory.bytes == 0) {
       return error(Code::kInvalidArgument, -1, "attach_remote: no memory is mapped");
     }
-    regions_->add(
-        to_gid(memory.gid), memory.rkey,
-        {memory.address, memory.bytes, memory.mapped, kRemoteWrite | kRemoteRead | kRemoteAtomic});
+    regions_->add(to_gid(memory.gid), memory.rkey,
+                  {memory.address, memory.bytes, memory.mapped,
+                   kRemoteWrite | kRemoteAtomic | (memory.readable ? unsigned(kRemoteRead) : 0u)});
     return Status{};
   });
 }

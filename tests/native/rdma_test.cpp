@@ -289,6 +289,28 @@ void test_limits_of_the_device() {
   }
 }
 
+// Reads only where they are asked for, and then of strict memory alone.
+void test_remote_reads() {
+  const Ranks ends = make({{1, 1}, {1, 1}}, 1);
+  for (const auto& end : ends) end->options.remote_reads = true;
+  start_all(ends);
+  for (const auto& end : ends) {
+    const RdmaQueue& queue = end->rdma->queue(1 - end->rank, 0);
+    EXPECT(queue.max_reads == 16, "%u reads", queue.max_reads);
+    EXPECT(end->verbs->of(queue.qp)->attr.qp_access_flags & IBV_ACCESS_REMOTE_READ, "queue pair");
+    for (const ScriptedMr* mr : end->verbs->mrs) {
+      const uint32_t strict = ends[size_t(1 - end->rank)]->rdma->queue(end->rank, 0).signal_rkey;
+      EXPECT(bool(mr->access & IBV_ACCESS_REMOTE_READ) == (mr->mr.rkey == strict), "%x",
+             mr->access);
+    }
+  }
+  const Ranks none = make({{1, 1}, {1, 1}}, 1);
+  for (const auto& end : none) end->options.remote_reads = true;
+  none[1]->verbs->devices[0].max_rd_atomic = 0;
+  start_all(none);
+  EXPECT(none[0]->rdma->queue(1, 0).max_reads == 0, "a device that answers none");
+}
+
 // Registration finds the locked-memory limit: the limit, the need, the remedy; earlier ones undone.
 void test_locked_memory() {
   rlimit before{};
@@ -595,6 +617,7 @@ int main(int argc, char** argv) {
   test_mtu();
   test_completion_queues();
   test_limits_of_the_device();
+  test_remote_reads();
   test_locked_memory();
   test_every_call_fails_in_turn(false, false);
   test_every_call_fails_in_turn(true, true);

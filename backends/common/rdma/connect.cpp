@@ -133,6 +133,7 @@ Status connect_queue(State& state, int number, const Remote& remote) {
   link.gid = there.gid;
   link.mtu = std::min(path.mtu, there.mtu);
   link.flow_label = flow_label(state.rank, queue.peer, queue.channel);
+  queue.remote_path = row.remote_path;
   queue.remote_qpn = remote.numbers[size_t(queue.channel)];
   queue.remote_heap = remote.heap;
   queue.data_rkey = there.data_rkey;
@@ -160,6 +161,7 @@ Status connect_queue(State& state, int number, const Remote& remote) {
       std::clamp(std::min(device.attr.max_qp_init_rd_atom, there.max_rd_atomic), 0, kMostAtomics);
   const bool atomics = device.attr.atomic_cap != IBV_ATOMIC_NONE && there.atomics;
   queue.max_rd_atomic = atomics ? uint32_t(asked_at_a_time) : 0;
+  queue.max_reads = state.options.remote_reads ? uint32_t(asked_at_a_time) : 0;
 
   ibv_qp_attr attr{};
   attr.qp_state = IBV_QPS_RTR;
@@ -223,6 +225,8 @@ Status attach(State& state, const Remote& remote, std::byte* mapped, int peer) {
         memory.address = remote.heap;
         memory.bytes = remote.heap_bytes;
         memory.mapped = mapped;
+        // As the peer registered it: its options are the same, but only it knows its device.
+        memory.readable = state.options.remote_reads && rkey == path.signal_rkey;
         EPCOMM_RETURN_IF_ERROR(state.provider().attach_remote(device.context, memory));
       }
     }
@@ -280,7 +284,9 @@ Status Rdma::connect(int rank, const std::vector<Info>& infos, const std::vector
                    rank, infos.size(), wanted.size(), num_ranks);
     }
     state.rank = rank;
-    const rdma::Timers timers = rdma::timers_of(timeout_s);
+    // With reads, something follows the last try: another queue pair, which must come in time too.
+    const rdma::Timers timers =
+        rdma::timers_of(state.options.remote_reads ? timeout_s * 0.7 : timeout_s);
     state.timer = timers.timer;
     state.retries = timers.retries;
     const int64_t end = now_ns() + seconds_to_ns(timeout_s);

@@ -200,6 +200,7 @@ Status State::make_queue(Path& path, int index, int number) noexcept {
   attr.port_num = uint8_t(path.asked.port);
   attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
   if (device.attr.atomic_cap != IBV_ATOMIC_NONE) attr.qp_access_flags |= IBV_ACCESS_REMOTE_ATOMIC;
+  if (options.remote_reads) attr.qp_access_flags |= IBV_ACCESS_REMOTE_READ;
   const int failed = provider().modify_qp(
       queue.qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
   if (failed) {
@@ -265,8 +266,10 @@ Status State::open_queues(Path& path, int index) noexcept {
 Status State::register_on(Device& device) noexcept {
   const bool atomic = device.attr.atomic_cap != IBV_ATOMIC_NONE;
   const int write = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
-  const uint64_t page = uint64_t(sysconf(_SC_PAGESIZE));
-  const uint64_t pinned = uint64_t(devices.size()) * (2 * heap_bytes + page);
+  const uint64_t pinned = uint64_t(devices.size()) * (2 * heap_bytes + sink_bytes);
+  int strict = write;
+  if (atomic) strict |= IBV_ACCESS_REMOTE_ATOMIC;
+  if (options.remote_reads) strict |= IBV_ACCESS_REMOTE_READ;
   const auto attempt = [&](ibv_mr** mr, std::byte* address, uint64_t bytes, int access) {
     errno = 0;
     *mr = provider().reg_mr(device.pd, address, size_t(bytes), access);
@@ -289,11 +292,10 @@ Status State::register_on(Device& device) noexcept {
     why = attempt(&device.data, heap, heap_bytes, write);
   }
   if (why) return failure(why, heap_bytes, device.relaxed ? "relaxed ordering" : "strict ordering");
-  why = attempt(&device.signal, heap, heap_bytes,
-                atomic ? write | int(IBV_ACCESS_REMOTE_ATOMIC) : write);
+  why = attempt(&device.signal, heap, heap_bytes, strict);
   if (why) return failure(why, heap_bytes, "strict ordering");
-  why = attempt(&device.sink, sink, page, IBV_ACCESS_LOCAL_WRITE);
-  if (why) return failure(why, page, "sink of atomics");
+  why = attempt(&device.sink, sink, sink_bytes, IBV_ACCESS_LOCAL_WRITE);
+  if (why) return failure(why, sink_bytes, "sink of atomics");
   return {};
 }
 
@@ -392,9 +394,17 @@ Status Rdma::register_heap(std::byte* heap, uint64_t bytes) noexcept {
     return error(Code::kUnsupported, -1, "%zu paths; allowed: up to %ld", state.paths.size(),
                  page / rdma::kSinkStride);
   }
-  state.sink = static_cast<std::byte*>(std::aligned_alloc(size_t(page), size_t(page)));
-  if (!state.sink) return error(Code::kOutOfMemory, -1, "no memory for a page of %ld bytes", page);
-  std::memset(state.sink, 0, size_t(page));
+  state.sink_bytes = uint64_t(page);
+  if (state.options.remote_reads) {  // behind the page: a place for each queue pair
+    const uint64_t places = state.queues.size() * uint64_t(rdma::kSinkStride);
+    state.sink_bytes += (places + uint64_t(page) - 1) / uint64_t(page) * uint64_t(page);
+  }
+  state.sink = static_cast<std::byte*>(std::aligned_alloc(size_t(page), size_t(state.sink_bytes)));
+  if (!state.sink) {
+    return error(Code::kOutOfMemory, -1, "no memory for %llu bytes of sinks",
+                 static_cast<unsigned long long>(state.sink_bytes));
+  }
+  std::memset(state.sink, 0, size_t(state.sink_bytes));
   state.heap = heap;
   state.heap_bytes = bytes;
   const Status status = guarded([&]() -> Status {
@@ -425,6 +435,12 @@ void Rdma::sink(int path, uint64_t* address, uint32_t* lkey) const noexcept {
   *lkey = state_->device_of(state_->paths[size_t(path)]).sink->lkey;
 }
 
+uint64_t Rdma::read_into(const RdmaQueue& queue) const noexcept {
+  const uint64_t index = uint64_t(&queue - state_->queues.data());
+  return reinterpret_cast<uintptr_t>(state_->sink) + uint64_t(sysconf(_SC_PAGESIZE)) +
+         index * rdma::kSinkStride;
+}
+
 VerbsProvider* Rdma::provider() const noexcept { return state_->options.provider.get(); }
 
 int Rdma::queue_of(int path, uint32_t qpn) const noexcept {
@@ -437,6 +453,8 @@ const RdmaQueue& Rdma::queue_at(int index) const noexcept { return state_->queue
 double Rdma::retry_seconds() const noexcept {
   return (state_->retries + 1) * rdma::timer_seconds(state_->timer);
 }
+
+double Rdma::try_seconds() const noexcept { return rdma::timer_seconds(state_->timer); }
 
 std::string Rdma::ports_down() const noexcept {
   std::string text;

@@ -38,7 +38,8 @@ struct RdmaOptions {
   uint32_t max_sge = 1;    // pieces of one write's source
   bool cq_per_qp = false;  // else one per path, as deep as all its send queues together
   bool relaxed_ordering = true;
-  int mtu = 0;  // bytes; 0: what both ports have
+  bool remote_reads = false;  // peers may read what the strict registration covers
+  int mtu = 0;                // bytes; 0: what both ports have
   int traffic_class = 0;
   int service_level = 0;
 };
@@ -50,11 +51,13 @@ struct RdmaQueue {
   int peer = -1;
   int channel = -1;
   int path = -1;
+  int remote_path = -1;
   uint32_t depth = 0;
   uint32_t max_inline = 0;  // at least what was asked, or 0 if the device refused
   uint32_t max_sge = 0;
   uint32_t max_message = 0;    // bytes of one work request
   uint32_t max_rd_atomic = 0;  // atomics outstanding at a time; 0: none, signals are ordered writes
+  uint32_t max_reads = 0;      // reads outstanding at a time; 0: none, or not asked for
   uint32_t lkey = 0;           // of the own heap on this path's device
   uint64_t remote_heap = 0;    // address of the peer's heap
   uint32_t data_rkey = 0;      // relaxed ordering, if the device has it
@@ -73,7 +76,7 @@ class Rdma {
   // device, port and remedy.
   Status open(const RdmaOptions& options) noexcept;
   // The whole heap, twice per device: relaxed for data, strict for signals. All or nothing. Also
-  // registers a page of the fabric's own, the sink of what atomics return.
+  // registers pages of the fabric's own: for what atomics return and what is read.
   Status register_heap(std::byte* heap, uint64_t bytes) noexcept;
   Status describe(Info* info) const noexcept;
   // Brings every queue pair to RTS; on failure everything is closed. `mapped` by rank: peers' heaps
@@ -87,6 +90,8 @@ class Rdma {
   ibv_cq* cq(int path) const noexcept;
   // Where atomics of this path put the old value: address and lkey of 8 bytes.
   void sink(int path, uint64_t* address, uint32_t* lkey) const noexcept;
+  // 8 bytes for what this queue pair reads, with `remote_reads`; the lkey is the sink's.
+  uint64_t read_into(const RdmaQueue& queue) const noexcept;
   VerbsProvider* provider() const noexcept;
   // What was decided, for people: JSON with one row per queue pair (peer, channel, kind, device,
   // port, gid, remote, mtu, qpn, depth, inline) and per path the reasons.
@@ -98,11 +103,13 @@ class Rdma {
   // Seconds after which a queue pair gives up on a peer that answers nothing (nominal; the standard
   // allows four times that).
   double retry_seconds() const noexcept;
+  // Of one try (nominal): what was sent before that is not on its way any more.
+  double try_seconds() const noexcept;
 
   // Own ports that are not active now, in words; "" if all are. Any thread.
   std::string ports_down() const noexcept;
 
-  // As if this queue pair had failed, for tests of what happens then. Any thread.
+  // As if this queue pair had failed: it sends and takes nothing any more. Any thread.
   Status break_queue(int peer, int channel) noexcept;
 
   // Queue pairs to ERROR first, so that nothing of a peer's is written any more; then everything in

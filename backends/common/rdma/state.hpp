@@ -62,9 +62,10 @@ struct State {
   std::vector<std::unordered_map<uint32_t, int>> by_number;  // one per path
   std::byte* heap = nullptr;
   uint64_t heap_bytes = 0;
-  std::byte* sink = nullptr;  // a page of our own
-  uint32_t psn = 0;           // where the packet numbers of this rank's queue pairs start
-  int timer = 0;              // ibv_qp_attr.timeout
+  std::byte* sink = nullptr;  // pages of our own
+  uint64_t sink_bytes = 0;
+  uint32_t psn = 0;  // where the packet numbers of this rank's queue pairs start
+  int timer = 0;     // ibv_qp_attr.timeout
   int retries = 0;
 
   VerbsProvider& provider() const noexcept { return *options.provider; }

@@ -34,6 +34,7 @@ struct RemoteMemory {
   uint64_t address = 0;  // in the peer's process
   uint64_t bytes = 0;
   std::byte* mapped = nullptr;  // the same bytes here; stays mapped while contexts are open
+  bool readable = true;         // by IBV_WR_RDMA_READ
 };
 
 // Calls return what the verbs of the same name return: null or an errno value on failure.
