@@ -83,6 +83,8 @@ struct ibgda {
  private:
   using Q = mlx5::Queue<GpuMemory>;
   static constexpr uint64_t kBatch = 16;  // puts that gather before the NIC is told
+  // A NIC that lost a doorbell and reread an old record is told again after so long.
+  static constexpr uint64_t kRingAgainNs = 1000 * 1000;
 
   static __device__ __forceinline__ IbgdaQueue* queue(const Ctx& ctx, int peer, int channel) {
     return reinterpret_cast<IbgdaQueue*>(ctx.queues) + peer * ctx.num_channels + channel;
@@ -106,6 +108,7 @@ struct ibgda {
   static __device__ __noinline__ WaitCode until_done(const Ctx& ctx, IbgdaQueue* queue,
                                                      uint64_t target, uint64_t timeout_ns) {
     const uint64_t start = now_ns();
+    uint64_t ring_at = start + kRingAgainNs;
     while (true) {
       Q::poll_shared(queue->rings, &queue->numbers, 16);
       if (GpuMemory::load(&queue->numbers.failed)) return kWaitPeerDead;
@@ -114,6 +117,10 @@ struct ibgda {
       if (now_ns() - start >= timeout_ns) {
         GpuMemory::store(&queue->numbers.failed, mlx5::failed_value({mlx5::kNoSense, 0, 0}));
         return kWaitTimeout;
+      }
+      if (now_ns() >= ring_at) {
+        Q::publish(queue->rings, &queue->numbers, queue->pushed);
+        ring_at = now_ns() + kRingAgainNs;
       }
       GpuMemory::pause();
     }

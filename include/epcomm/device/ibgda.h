@@ -6,7 +6,9 @@
 
 namespace epcomm::device {
 
-// One queue pair, in device memory. Addresses are the device's; keys as in RdmaQueue.
+// One queue pair, in device memory. Addresses are the device's; keys as in RdmaQueue. Signals are
+// fetch-adds, always: whoever fills this must refuse, with UnsupportedError, a queue pair whose
+// RdmaQueue::max_rd_atomic is 0.
 struct IbgdaQueue {
   mlx5::Rings rings;
   uint64_t remote_heap;  // as the peer's NIC knows it
