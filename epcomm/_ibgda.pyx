@@ -70,6 +70,7 @@ cdef extern from "ibgda/factory.hpp" namespace "epcomm::ibgda" nogil:
         uint64_t completions
         uint64_t probes
         uint64_t replayed
+        uint64_t moved
         uint64_t full
 
     cppclass IbgdaBackend:

@@ -31,6 +31,7 @@ common::RdmaEndpointOptions endpoint_options(const Options& options) {
   endpoint.rdma.control_channel = options.rdma.num_channels;
   if (options.failover) {
     endpoint.rdma.num_channels = options.rdma.num_channels + spare_distance(options);
+    endpoint.rdma.remote_reads = true;  // to know what was carried out
   }
   endpoint.rdma.cq_per_qp = true;  // its entries are taken without a look at whose they are
   endpoint.folder = options.folder;
@@ -74,6 +75,7 @@ class Ibgda final : public IbgdaBackend {
   Status post(Lane& lane, const char* operation, Post&& post) noexcept;
   void look_at(Lane& lane) noexcept;
   void ask_silent_peers() noexcept;
+  void move_others(const common::RdmaQueue& gave_up) noexcept;
   void lose(Lane& lane, const mlx5::Failure& why) noexcept;
 
   const Options options_;
@@ -93,8 +95,18 @@ Status Ibgda::start(int) {
           options_.failover ? &rdma().queue(peer, channel + spare_distance(options_)) : nullptr;
       // With one port there is nothing to fall back on.
       if (spare && spare->path != setup.pair.rdma->path) {
+        if (spare->max_reads == 0) {
+          return error(Code::kUnsupported, peer,
+                       "EPCOMM_IB_FAILOVER=replay needs RDMA reads, to tell what was carried out: "
+                       "the devices of ranks %d and %d do none (max_qp_init_rd_atom, "
+                       "max_qp_rd_atom); set EPCOMM_IB_FAILOVER=error",
+                       rank(), peer);
+        }
         EPCOMM_RETURN_IF_ERROR(view(*spare, &setup.spare));
+        setup.spare.read_into = rdma().read_into(*spare);
       }
+      setup.settle_ns = common::seconds_to_ns(rdma().try_seconds());
+      setup.turn_ns = common::seconds_to_ns(timeout_s());
       setup.heap = reinterpret_cast<uint64_t>(heap());
       // Asked by any thread whether the peer is there.
       setup.shared = options_.shared || channel == num_channels() - 1;
@@ -128,8 +140,20 @@ void Ibgda::look_at(Lane& lane) noexcept {
 void Ibgda::look() noexcept {
   for (const auto& lane : lanes_) {
     if (lane && !lane->idle()) look_at(*lane);
+    if (lane && lane->take_move()) move_others(lane->first());
   }
   ask_silent_peers();
+}
+
+// The others to that peer between the same two ports would each find out for themselves, after as
+// many tries again.
+void Ibgda::move_others(const common::RdmaQueue& gave_up) noexcept {
+  for (int channel = 0; channel < num_channels(); ++channel) {
+    Lane& other = lane(gave_up.peer, channel);
+    const common::RdmaQueue& queue = other.first();
+    if (queue.path != gave_up.path || queue.remote_path != gave_up.remote_path) continue;
+    other.move([&] { return break_queue(queue.peer, queue.channel).ok(); });
+  }
 }
 
 // A far host that died says nothing: only an unanswered request tells.
@@ -156,6 +180,14 @@ void Ibgda::lose(Lane& lane, const mlx5::Failure& why) noexcept {
                                 "queue pair %u of channel %d to queue pair %u: a completion names "
                                 "no work request under way%s",
                                 queue.qp->qp_num, queue.channel, queue.remote_qpn, cause.c_str());
+      note_lost(queue.peer, text.text);
+      return text;
+    }
+    if (why.syndrome == Lane::kStalled) {
+      const Status text = error(Code::kPeerLost, queue.peer,
+                                "queue pair %u of channel %d: a thread took work request %u or one "
+                                "before it and did not build it within %g s",
+                                queue.qp->qp_num, queue.channel, why.index, timeout_s());
       note_lost(queue.peer, text.text);
       return text;
     }
@@ -262,6 +294,7 @@ Stats Ibgda::stats() const noexcept {
     sum.completions += get(counters.completions);
     sum.full += get(counters.full);
     sum.replayed += get(counters.replayed);
+    sum.moved += get(counters.moved);
   }
   return sum;
 }

@@ -29,7 +29,8 @@ struct Stats {
   uint64_t merged = 0;       // puts that went with the one before them
   uint64_t completions = 0;  // entries of completion queues
   uint64_t probes = 0;       // empty writes that ask whether a peer is there
-  uint64_t replayed = 0;     // work requests that went through a spare queue pair
+  uint64_t replayed = 0;     // work requests posted again, through a spare queue pair
+  uint64_t moved = 0;        // queue pairs given up for their spare
   uint64_t full = 0;         // waits for room in a send queue
 };
 

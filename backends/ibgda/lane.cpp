@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "common/clock.hpp"
-
 namespace epcomm::ibgda {
 namespace {
 
@@ -27,6 +25,8 @@ Lane::Lane(const Setup& setup)
     : spared_(setup.spare.rdma != nullptr),
       shared_(setup.shared && !spared_),
       heap_(setup.heap),
+      turn_ns_(setup.turn_ns),
+      settle_ns_(setup.settle_ns),
       depth_(rings_of(setup.pair.view).room),
       max_message_(setup.pair.rdma->max_message) {
   halves_[0].pair = setup.pair;
@@ -61,8 +61,9 @@ mlx5::Block Lane::block(const Op& op, uint64_t wire) const noexcept {
 
 // Builds the work request number next_.
 void Lane::set(const Op& op) noexcept {
-  MlxQueue::set(half().rings, next_ - offset_, block(op, next_ - offset_));
   if (spared_) under_way_[next_ % depth_] = op;
+  if (moving()) return;  // replay() builds it
+  MlxQueue::set(half().rings, next_ - offset_, block(op, next_ - offset_));
 }
 
 bool Lane::has_room() noexcept {
@@ -81,7 +82,7 @@ bool Lane::has_room() noexcept {
 uint64_t Lane::room_at() const noexcept {
   const auto lock = locked();
   const uint64_t next = 1 + (shared_ ? HostMemory::load(&halves_[0].numbers.reserved) : next_);
-  return next - std::min<uint64_t>(next, shared_ ? depth_ / 2 : depth_);
+  return next - std::min<uint64_t>(next, depth_);
 }
 
 uint64_t Lane::all_done_at() const noexcept {
@@ -91,12 +92,13 @@ uint64_t Lane::all_done_at() const noexcept {
 
 bool Lane::idle() const noexcept {
   const auto lock = locked();
+  if (moving()) return false;
   const mlx5::Numbers& numbers = half().numbers;
   return HostMemory::acquire(&numbers.rung) == HostMemory::acquire(&numbers.done);
 }
 
 void Lane::publish() noexcept {
-  if (pushed_ == next_) return;
+  if (pushed_ == next_ || moving()) return;
   MlxQueue::publish(half().rings, &half().numbers, next_ - offset_);
   Counters::add(counters_.doorbells);
   pushed_ = next_;
@@ -115,32 +117,33 @@ bool Lane::post_alone(const Op& op) noexcept {
   return true;
 }
 
-// One work request by any thread: room first, then a number; whoever got one builds and commits.
+// One work request by any thread: a number that has room; whoever got one builds and commits. Who
+// has a number holds up all others, so it waits for no completion, only for those who run too.
 template <class Make>
 bool Lane::post_shared(Make&& make) noexcept {
   const mlx5::Rings& rings = halves_[0].rings;
   mlx5::Numbers* const numbers = &halves_[0].numbers;
-  // Room is looked for before the number is taken: who waits with a number holds up all others.
-  // Several may pass at once, hence half of the queue.
-  const uint64_t seen = HostMemory::load(&numbers->reserved);
-  if (seen - HostMemory::acquire(&numbers->done) >= depth_ / 2) {
+  uint64_t number;
+  if (!MlxQueue::reserve_one(rings, numbers, &number)) {
     poll();
-    if (seen - HostMemory::acquire(&numbers->done) >= depth_ / 2) {
+    if (!MlxQueue::reserve_one(rings, numbers, &number)) {
       Counters::add(counters_.full);
       return false;
     }
   }
-  const uint64_t number = MlxQueue::reserve(numbers, 1);
-  while (!MlxQueue::has_room(rings, numbers, number)) {
-    if (failed()) return true;
-    poll();
-    HostMemory::pause();
-  }
   // Sums of words must be in the order of the ring: without atomics the turn comes first.
   if (adds()) MlxQueue::set(rings, number, block(make(), number));
-  while (!MlxQueue::is_next(numbers, number)) {
-    if (failed()) return true;
-    HostMemory::pause();
+  if (!MlxQueue::is_next(numbers, number)) {
+    const int64_t end = common::now_ns() + turn_ns_;
+    while (!MlxQueue::is_next(numbers, number)) {
+      if (failed()) return true;
+      if (common::now_ns() > end) {
+        const mlx5::Failure why{kStalled, 0, uint16_t(number)};
+        HostMemory::store(&numbers->failed, mlx5::failed_value(why));
+        return true;
+      }
+      HostMemory::pause();
+    }
   }
   if (!adds()) MlxQueue::set(rings, number, block(make(), number));
   MlxQueue::commit(numbers, number, 1);
@@ -225,35 +228,105 @@ void Lane::poll() noexcept {
   if (taken > 0) Counters::add(counters_.completions, uint64_t(taken));
 }
 
-void Lane::poll_spared() noexcept {
-  Half& half = this->half();
+int Lane::take(Half& half) noexcept {
   const int taken = MlxQueue::poll(half.rings, &half.numbers, 64);
-  if (taken == 0) return;
   Counters::add(counters_.completions, uint64_t(taken));
-  HostMemory::store(&done_, offset_ + HostMemory::load(&half.numbers.done));
-  const uint64_t failed = HostMemory::load(&half.numbers.failed);
-  if (failed == 0) return;
-  // Only what a silent peer, or the way to it, explains is worth another try.
-  if (active_.load() == 0 && mlx5::failure(failed).syndrome == mlx5::kRetryExceeded) {
-    replay();
-  } else {
-    HostMemory::store(&failed_, failed);
+  return taken;
+}
+
+void Lane::poll_spared() noexcept {
+  const auto syndrome = [](const Half& half) {
+    return mlx5::failure(HostMemory::load(&half.numbers.failed)).syndrome;
+  };
+  const auto failed = [](const Half& half) { return HostMemory::load(&half.numbers.failed) != 0; };
+  const auto fail = [&](const Half& half) {
+    HostMemory::store(&failed_, HostMemory::load(&half.numbers.failed));
+  };
+  if (HostMemory::load(&failed_) != 0) return;
+  Half& half = this->half();
+  switch (phase_) {
+    case kSettling:
+      while (!failed(half) && take(half) > 0) {
+      }
+      HostMemory::store(&done_, HostMemory::load(&half.numbers.done));
+      if (failed(half) && syndrome(half) != mlx5::kRetryExceeded &&
+          syndrome(half) != mlx5::kFlushed) {
+        return fail(half);
+      }
+      if (common::now_ns() >= settled_at_ns_) begin_reading();
+      return;
+    case kReading:
+      if (take(half) == 0) return;
+      if (failed(half)) return fail(half);
+      if (HostMemory::load(&half.numbers.done) < reads_) return;
+      found_[reading_] = HostMemory::take(reinterpret_cast<uint64_t*>(half.pair.read_into));
+      return read_next();
+    default:
+      if (take(half) == 0) return;
+      HostMemory::store(&done_, offset_ + HostMemory::load(&half.numbers.done));
+      if (!failed(half)) return;
+      // Only what a silent peer, or the way to it, explains is worth another try.
+      if (phase_ == kSpare || syndrome(half) != mlx5::kRetryExceeded) return fail(half);
+      gave_up_.store(true);
+      settle(settle_ns_);
   }
 }
 
-// All that is under way goes to the spare queue pair, in order.
-void Lane::replay() noexcept {
-  const uint64_t behind = next_;
-  offset_ = done_;
+// What the first queue pair sent last arrives, or never will: no write of it follows those of the
+// spare.
+void Lane::settle(int64_t ns) noexcept {
+  phase_ = kSettling;
+  settled_at_ns_ = common::now_ns() + ns;
+}
+
+void Lane::begin_reading() noexcept {
+  Counters::add(counters_.moved);
+  phase_ = kReading;
   active_.store(1);
-  for (next_ = offset_; next_ < behind; ++next_) {
+  candidates_ = pushed_;
+  read_next();
+}
+
+// From the last signal back to one that was carried out, or to the first; each word is read once.
+void Lane::read_next() noexcept {
+  for (; candidates_ > done_; --candidates_) {
+    const Op& op = under_way_[(candidates_ - 1) % depth_];
+    if (op.kind != Op::kSum) continue;
+    const auto found = found_.find(op.at);
+    if (found != found_.end()) {
+      if (found->second >= op.value) break;
+      continue;
+    }
+    Half& half = this->half();
+    const common::RdmaQueue& rdma = *half.pair.rdma;
+    MlxQueue::set(half.rings, reads_,
+                  mlx5::read(uint16_t(reads_), half.rings.qpn, mlx5::kSignalled,
+                             {rdma.remote_heap + op.at, rdma.signal_rkey},
+                             {half.pair.read_into, half.pair.sink_lkey}, 8));
+    reading_ = op.at;
+    MlxQueue::publish(half.rings, &half.numbers, ++reads_);
+    Counters::add(counters_.doorbells);
+    return;
+  }
+  found_.clear();
+  replay(candidates_);
+}
+
+// All from number `begin` on goes to the spare queue pair, in order, behind what it has read.
+void Lane::replay(uint64_t begin) noexcept {
+  const uint64_t behind = next_;
+  phase_ = kSpare;
+  offset_ = begin - reads_;
+  HostMemory::store(&done_, begin);
+  if (pushed_ > begin) Counters::add(counters_.replayed, pushed_ - begin);
+  pushed_ = signalled_ = begin;
+  for (next_ = begin; next_ < behind; ++next_) {
     Op op = under_way_[next_ % depth_];
     op.signalled |= next_ + 1 == behind;
     set(op);
     if (op.signalled) signalled_ = next_ + 1;
   }
-  Counters::add(counters_.replayed, behind - offset_);
-  pushed_ = offset_;
+  last_can_grow_ = false;
   publish();
 }
 

@@ -6,9 +6,13 @@
 // Completions are taken by whoever looks; nobody waits for somebody who does.
 //
 // A lane with a spare queue pair, on another NIC port, takes a lock for each operation and keeps
-// what is under way. Once the first queue pair gives up on a peer that does not answer, all that it
-// did not complete is posted again through the spare. Signals are written sums there, not adds, so
-// what was carried out and not acknowledged does no harm when it comes again.
+// what is under way. Once the first queue pair gives up on a peer that does not answer, the lane
+// moves to the spare. Much may have been carried out and not acknowledged: the peer has used those
+// bytes since, and must not get them again. So the spare first reads the words of the signals under
+// way. Signals are written sums there, in order, so the highest one found tells how far the peer
+// got. What lies behind it nobody was told of, and is posted again.
+//
+// Meanwhile posting goes on, as far as there is room; it is kept with what is under way.
 #pragma once
 
 #include <atomic>
@@ -18,6 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/clock.hpp"
 #include "common/rdma/rdma.hpp"
 #include "epcomm/mlx5_host.hpp"
 
@@ -33,6 +38,7 @@ struct Counters {
   std::atomic<uint64_t> completions{0};
   std::atomic<uint64_t> full{0};
   std::atomic<uint64_t> replayed{0};
+  std::atomic<uint64_t> moved{0};
 
   static void add(std::atomic<uint64_t>& counter, uint64_t count = 1) noexcept {
     counter.fetch_add(count, std::memory_order_relaxed);
@@ -49,13 +55,18 @@ class Lane {
     common::QueueView view;
     uint64_t sink = 0;  // what atomics return goes there
     uint32_t sink_lkey = 0;
+    uint64_t read_into = 0;  // 8 bytes, under the same key; of a spare
   };
   struct Setup {
     Pair pair;
     Pair spare;         // without `rdma`: none
     uint64_t heap = 0;  // address of the own heap
     bool shared = false;
+    int64_t settle_ns = 0;  // what the first queue pair sent may be on its way for so long
+    int64_t turn_ns = 0;    // how long a thread waits for those that took a number before it
   };
+  // The syndrome of a lane where one of them never came.
+  static constexpr uint8_t kStalled = 0xfe;
 
   explicit Lane(const Setup& setup);
 
@@ -86,6 +97,13 @@ class Lane {
   // Takes completions, unless another thread does.
   void poll() noexcept;
   bool failed() const noexcept { return mlx5::HostMemory::load(failed_word()) != 0; }
+  // To the spare before the first queue pair gives up by itself; `stop` prevents that one from
+  // sending and says whether it did.
+  template <class Stop>
+  void move(Stop&& stop) noexcept;
+  // True once after the first queue pair gave up: others that lead the same way will too.
+  bool take_move() noexcept { return gave_up_.load() && gave_up_.exchange(false); }
+  const common::RdmaQueue& first() const noexcept { return *halves_[0].pair.rdma; }
   // True once, for the caller who then says what happened.
   bool take_failure(mlx5::Failure* why) noexcept;
   int64_t last_post_ns() const noexcept { return last_post_ns_.load(std::memory_order_relaxed); }
@@ -122,12 +140,18 @@ class Lane {
   bool has_room() noexcept;
   void publish() noexcept;
   void poll_spared() noexcept;
-  void replay() noexcept;
+  int take(Half& half) noexcept;
+  void settle(int64_t ns) noexcept;
+  void begin_reading() noexcept;
+  void read_next() noexcept;
+  void replay(uint64_t begin) noexcept;
+  bool moving() const noexcept { return phase_ == kSettling || phase_ == kReading; }
   bool adds() const noexcept { return !spared_ && halves_[0].pair.rdma->max_rd_atomic > 0; }
 
   const bool spared_;
   const bool shared_;
   const uint64_t heap_;
+  const int64_t turn_ns_, settle_ns_;
   uint32_t depth_;
   uint32_t max_message_;
   Half halves_[2];
@@ -148,6 +172,23 @@ class Lane {
   alignas(8) uint64_t done_ = 0;
   alignas(8) uint64_t failed_ = 0;
   std::vector<Op> under_way_;  // by number modulo depth
+  enum Phase { kFirst, kSettling, kReading, kSpare } phase_ = kFirst;
+  std::atomic<bool> gave_up_{false};
+  int64_t settled_at_ns_ = 0;
+  uint64_t candidates_ = 0;  // signals from this number on were not carried out
+  uint64_t reads_ = 0;
+  uint64_t reading_ = 0;                          // the word that is being read
+  std::unordered_map<uint64_t, uint64_t> found_;  // in words
 };
+
+template <class Stop>
+void Lane::move(Stop&& stop) noexcept {
+  if (!spared_) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  poll_spared();
+  if (phase_ != kFirst || mlx5::HostMemory::load(&failed_) != 0 || !stop()) return;
+  settle(done_ == pushed_ ? 0 : settle_ns_);
+  poll_spared();
+}
 
 }  // namespace epcomm::ibgda

@@ -50,6 +50,10 @@ struct HostMemory {
   static uint64_t add(uint64_t* word, uint64_t value) {
     return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
   }
+  static bool claim(uint64_t* word, uint64_t* next) {
+    return __atomic_compare_exchange_n(word, next, *next + 1, false, __ATOMIC_RELAXED,
+                                       __ATOMIC_RELAXED);
+  }
   static bool exchange(uint32_t* word, uint32_t old, uint32_t value) {
     return __atomic_compare_exchange_n(word, &old, value, false, __ATOMIC_ACQ_REL,
                                        __ATOMIC_RELAXED);

@@ -16,6 +16,8 @@
 //   uint64_t acquire(const uint64_t*)             local
 //   void store(uint64_t*, uint64_t)               local, release
 //   uint64_t add(uint64_t*, uint64_t)             local, relaxed; the old value
+//   bool claim(uint64_t*, uint64_t* next)         local, relaxed: adds 1 if it is *next, which
+//                                                 else becomes what it is
 //   bool exchange(uint32_t*, uint32_t old, uint32_t value)   local, acquire and release
 //   void set_segment(Segment*, const Segment&)    for the NIC, no order
 //   void fence()                                  all stores before, local or for the NIC, become
@@ -103,6 +105,16 @@ struct Queue {
     return M::add(&numbers->reserved, count);
   }
 
+  // Reserves one number if there is room for it now.
+  static EPCOMM_HD bool reserve_one(const Rings& rings, Numbers* numbers, uint64_t* number) {
+    uint64_t next = M::load(&numbers->reserved);
+    do {
+      if (!has_room(rings, numbers, next)) return false;
+    } while (!M::claim(&numbers->reserved, &next));
+    *number = next;
+    return true;
+  }
+
   // Whether the numbers before `begin` are built, so that commit() may follow.
   static EPCOMM_HD bool is_next(const Numbers* numbers, uint64_t begin) {
     return M::acquire(&numbers->ready) == begin;
@@ -139,7 +151,8 @@ struct Queue {
 
   // Takes at most `most` completions; how many there were. One thread at a time. After an error
   // `failed` is not 0 and `done` stands still at the work request that failed: errors come in
-  // order, so all before it was carried out, whether it asked for a completion or not.
+  // order, so all before it was carried out, whether it asked for a completion or not; but not
+  // where it was flushed, since of many that are, a NIC may tell of one.
   static EPCOMM_HD int poll(const Rings& rings, Numbers* numbers, int most) {
     uint64_t polled = numbers->polled, done = M::load(&numbers->done);
     int taken = 0;
@@ -150,7 +163,10 @@ struct Queue {
       const uint64_t behind = done_number(done, tail.index);
       if (tail.opcode != kCqeRequest) {
         const CqeError error = read_cqe_error(M::peek(reinterpret_cast<uint32_t*>(entry + 52)));
-        if (M::load(&numbers->failed) == 0 && behind - done <= rings.room) done = behind - 1;
+        if (M::load(&numbers->failed) == 0 && behind - done <= rings.room &&
+            error.syndrome != kFlushed) {
+          done = behind - 1;
+        }
         fail(numbers, {error.syndrome, error.vendor, tail.index});
       } else if (behind - done > rings.room || tail.qpn != rings.qpn) {
         fail(numbers, {kNoSense, 0, tail.index});

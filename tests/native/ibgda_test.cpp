@@ -276,6 +276,114 @@ void nothing_twice() {
   ranks.close();
 }
 
+// Carried out, but the acknowledgements are lost. Whoever saw the signal works in those bytes: they
+// stay, no signal goes back, and what nobody was told of comes over the other port. `unheard`: the
+// first work request without an acknowledgement; `count` are carried out. A put and its signal are
+// two.
+void consumed_stay(uint64_t seed, int unheard, int count) {
+  constexpr uint64_t kFrom = 1 << 16, kTo = 1 << 17, kStride = 1024;
+  constexpr int kCalls = 12, kMore = 4;
+  Setup setup;
+  setup.num_channels = 1;
+  setup.failover = true;
+  setup.faults = "no_ack port=0 qp=0 us=200000 wqe=" + std::to_string(unheard) +
+                 " count=" + std::to_string(count);
+  Ranks ranks(setup);
+  std::byte* const here = ranks[0].heap();
+  std::byte* const there = ranks[1].heap();
+  std::atomic<bool> stop{false};
+  std::thread watch([&] {
+    const auto* const word = reinterpret_cast<const uint64_t*>(there + kWords);
+    for (uint64_t last = 0; !stop;) {
+      const uint64_t now = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+      EXPECT(now >= last, "the signal went back from %d to %d", int(last), int(now));
+      last = now;
+    }
+  });
+  const auto byte_of = [&](int i) { return std::byte(mix(seed, uint64_t(i)) | 1); };
+  std::thread receiver([&] {
+    for (int i = 0; i < kCalls + kMore; ++i) {
+      EXPECT_OK(ranks[1].wait(0, kWords, uint64_t(i + 1), spec()));
+      std::byte* const row = there + kTo + uint64_t(i) * kStride;
+      for (uint64_t b = 0; b < 512; ++b) EXPECT(row[b] == byte_of(i), "row %d", i);
+      std::memset(row, 0, 512);
+    }
+  });
+  for (int i = 0; i < kCalls + kMore; ++i) {
+    if (i == kCalls) EXPECT_OK(ranks[0].quiet(1, 0, spec()));  // that ends over the spare
+    const uint64_t at = uint64_t(i) * kStride;
+    std::memset(here + kFrom + at, int(byte_of(i)), 512);
+    EXPECT_OK(ranks[0].put_signal(1, 0, kTo + at, kFrom + at, 512, kWords, 1));
+  }
+  EXPECT_OK(ranks[0].quiet(1, 0, spec()));
+  receiver.join();
+  stop = true;
+  watch.join();
+  for (uint64_t b = 0; b < (kCalls + kMore) * kStride; ++b) {
+    EXPECT(there[kTo + b] == std::byte(0), "byte %d of row %d was written again", int(b % kStride),
+           int(b / kStride));
+  }
+  const ibgda::Stats stats = ranks.backends[0]->stats();
+  const int signalled = (unheard + count) / 2 * 2;  // of what was carried out
+  EXPECT(int(stats.replayed) == std::max(0, 2 * kCalls - signalled), "%d replayed after %d",
+         int(stats.replayed), signalled);
+  EXPECT(stats.moved == 1, "%d moved", int(stats.moved));
+  EXPECT_OK(ranks.backends[0]->async_error());
+  ranks.close();
+}
+
+// One queue pair gives up: the others between the same ports move before their own time comes.
+void others_move() {
+  Setup setup;
+  setup.num_channels = 6;  // 0, 2, 4 and control on port 0
+  setup.failover = true;
+  setup.faults = "error port=0 qp=0 wqe=3 syndrome=0x15; no_ack port=0 qp=1 wqe=3 count=3 us=1e9";
+  Ranks ranks(setup);
+  const auto start = Clock::now();
+  const auto round = [&](uint64_t i) {
+    for (int channel = 0; channel < setup.num_channels; ++channel) {
+      const uint64_t word = kWords + uint64_t(channel) * kSignalStride;
+      const uint64_t at = (1 << 16) + uint64_t(channel) * 64;
+      EXPECT_OK(ranks[0].put_signal(1, channel, at, at, 64, word, 1));
+    }
+    for (int channel = 0; channel < setup.num_channels; ++channel) {
+      const uint64_t word = kWords + uint64_t(channel) * kSignalStride;
+      EXPECT_OK(ranks[0].quiet(1, channel, spec()));
+      EXPECT_OK(ranks[1].wait(0, word, i, spec()));
+    }
+  };
+  for (uint64_t i = 1; i <= 4; ++i) round(i);
+  EXPECT(seconds_since(start) < 60, "%.1f s", seconds_since(start));
+  const uint64_t moved = ranks.backends[0]->stats().moved;
+  EXPECT(moved == 4, "%llu moved", (unsigned long long)moved);
+  EXPECT_OK(ranks.backends[0]->async_error());
+  ranks.close();
+}
+
+// Completions that never come, and more threads than room: all of them end by the deadline.
+void crowded_silence() {
+  constexpr int kThreads = 12;
+  Setup setup;
+  setup.shared = true;
+  setup.depth = 8;
+  setup.faults = "lose_cqe";
+  setup.timeout_s = 0.5;
+  Ranks ranks(setup);
+  const auto start = Clock::now();
+  std::atomic<int> posted{0};
+  run_ranks(kThreads, [&](int) {
+    Status full;
+    while (full.ok() && seconds_since(start) < 30) {
+      full = ranks[0].signal(1, 0, kWords, 1);
+      if (full.ok()) ++posted;
+    }
+    EXPECT(full.code == Code::kTimeout && full.text.find("send queue") != std::string::npos, "%s",
+           full.text.c_str());
+  });
+  EXPECT(posted == 8, "%d posted", posted.load());
+  ranks.close();
+}
+
 }  // namespace
 }  // namespace epcomm::testing
 
@@ -312,6 +420,13 @@ int main(int argc, char** argv) {
   port_down(seed, false);
   port_down(seed, true);
   nothing_twice();
+  // Nothing more, a put, or much more gets through; from the first one on, or later.
+  for (const auto& [unheard, count] :
+       {std::pair(0, 1), {1, 1}, {1, 1000}, {2, 5}, {6, 2}, {23, 1}}) {
+    consumed_stay(seed, unheard, count);
+  }
+  others_move();
+  crowded_silence();
   EXPECT(open_files() == files, "descriptors are left");
   std::printf("ibgda_test: ok\n");
   return 0;

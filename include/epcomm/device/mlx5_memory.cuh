@@ -28,6 +28,14 @@ struct GpuMemory {
                  : "memory");
     return old;
   }
+  static __device__ __forceinline__ bool claim(uint64_t* word, uint64_t* next) {
+    const uint64_t expected = *next;
+    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(*next)
+                 : "l"(word), "l"(expected), "l"(expected + 1)
+                 : "memory");
+    return *next == expected;
+  }
   static __device__ __forceinline__ bool exchange(uint32_t* word, uint32_t old, uint32_t value) {
     uint32_t seen;
     asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;"
@@ -48,9 +56,11 @@ struct GpuMemory {
   static __device__ __forceinline__ void set_record(uint32_t* record, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(record), "r"(value) : "memory");
   }
-  // A second fence between record and doorbell would cost as much as all the rest. So the doorbell
-  // rings first and once more: the NIC works by the number in it, and if it lost the first one and
-  // rereads the record, the second comes after that.
+  // A second fence between record and doorbell would cost as much as all the rest, so nothing here
+  // orders the three stores: the NIC works by the number in the doorbell, not by the record. It
+  // rereads the record where it lost a doorbell; should it see an old one, the second ring tells it
+  // again, and if that came too early as well, the next tell() does, behind its fence. until_done()
+  // of ibgda.cuh makes sure that there is a next one for whoever waits.
   static __device__ __forceinline__ void tell(uint32_t* record, uint32_t count, uint64_t* doorbell,
                                               uint64_t value) {
     ring(doorbell, value);
