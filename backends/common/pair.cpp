@@ -3,11 +3,11 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdio>
 
 #include "common/clock.hpp"
 #include "common/errors.hpp"
 #include "common/fd_exchange.hpp"
+#include "common/hex.hpp"
 #include "common/info.hpp"
 
 namespace epcomm::common {
@@ -16,26 +16,12 @@ namespace {
 constexpr int kInfoVersion = 1;
 constexpr int64_t kLossGrace = 250 * 1000 * 1000;  // ns; as a member's own waits have
 
-std::string hex(const std::string& bytes) {
-  static const char digits[] = "0123456789abcdef";
-  std::string text;
-  for (const unsigned char byte : bytes) {
-    text += digits[byte >> 4];
-    text += digits[byte & 15];
-  }
-  return text;
-}
+std::string hex(const std::string& bytes) { return bytes_to_hex(bytes.data(), bytes.size()); }
 
 Status from_hex_text(int peer, const std::string& text, std::string* out) {
-  out->clear();
-  for (size_t i = 0; i + 1 < text.size(); i += 2) {
-    unsigned byte;
-    if (std::sscanf(text.c_str() + i, "%2x", &byte) != 1) {
-      return error(Code::kUnavailable, peer, "rank %d's information is damaged", peer);
-    }
-    out->push_back(char(byte));
-  }
-  return {};
+  out->resize(text.size() / 2);
+  if (bytes_from_hex(text, out->data(), out->size())) return {};
+  return error(Code::kUnavailable, peer, "rank %d's information is damaged", peer);
 }
 
 class PairBackend final : public Backend, public HostTransport {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "common/errors.hpp"
+#include "common/hex.hpp"
 
 namespace epcomm::common {
 
@@ -24,32 +25,10 @@ inline Status random_key(Key* out) {
   return {};
 }
 
-inline std::string to_hex(const Key& key) {
-  static const char digits[] = "0123456789abcdef";
-  std::string text;
-  for (unsigned char byte : key) {
-    text += digits[byte >> 4];
-    text += digits[byte & 15];
-  }
-  return text;
-}
+inline std::string to_hex(const Key& key) { return bytes_to_hex(key.data(), key.size()); }
 
 inline bool from_hex(const std::string& text, Key* out) {
-  if (text.size() != 2 * out->size()) return false;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    int value;
-    if (c >= '0' && c <= '9') {
-      value = c - '0';
-    } else if (c >= 'a' && c <= 'f') {
-      value = c - 'a' + 10;
-    } else {
-      return false;
-    }
-    unsigned char& byte = (*out)[i / 2];
-    byte = static_cast<unsigned char>(i % 2 ? byte | value : value << 4);
-  }
-  return true;
+  return bytes_from_hex(text, out->data(), out->size());
 }
 
 // Takes the same time wherever the keys differ.

@@ -6,6 +6,7 @@
 #include <cinttypes>
 
 #include "common/clock.hpp"
+#include "common/cpu.hpp"
 #include "common/errors.hpp"
 
 namespace epcomm::common {
@@ -24,14 +25,6 @@ constexpr int64_t kLongestRungSleep = 10 * kMillisecond;  // a bell does; see be
 uint64_t load(const std::byte* word) noexcept {
   // Not just acquire: before a sleep it must not move above the announcement (bell.hpp).
   return reinterpret_cast<const std::atomic<uint64_t>*>(word)->load(std::memory_order_seq_cst);
-}
-
-void cpu_relax() noexcept {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "common/clock.hpp"
+#include "common/cpu.hpp"
 #include "common/errors.hpp"
 #include "common/rdma/endpoint.hpp"
 #include "ibrc/factory.hpp"
@@ -194,9 +195,7 @@ Status Ibrc::send(Channel& channel, const Command& command) noexcept {
     }
     EPCOMM_RETURN_IF_ERROR(status);
   }
-#if defined(__x86_64__)
-  __builtin_ia32_sfence();  // rows may have been written by streaming stores, which nothing orders
-#endif
+  common::order_streaming_stores();
   channel.write(command);
   proxies_[size_t(thread_of(channel.number()))]->wake();
   return {};

@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "common/clock.hpp"
+#include "common/cpu.hpp"
 #include "common/errors.hpp"
 #include "common/native_thread.hpp"
 
@@ -21,14 +22,6 @@ constexpr int64_t kFirstNap = 10 * kMicrosecond;
 constexpr int64_t kLongestNap = 200 * kMicrosecond;
 // With nothing under way producers ring; this is for probes, and for rings that got lost.
 constexpr int64_t kLongestSleep = 200 * 1000 * kMicrosecond;
-
-void cpu_relax() noexcept {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 }  // namespace
 
@@ -106,7 +99,7 @@ void Proxy::work() noexcept {
     const int64_t now = common::now_ns();
     if (idle_since == 0) idle_since = now;
     if (now - idle_since < setup_.spin_ns) {
-      for (int i = 0; i < 20; ++i) cpu_relax();
+      for (int i = 0; i < 20; ++i) common::cpu_relax();
     } else if (now - idle_since < setup_.spin_ns + kYield) {
       sched_yield();
     } else if (under_way()) {

@@ -8,6 +8,7 @@
 #include <cinttypes>
 #include <cstring>
 
+#include "common/cpu.hpp"
 #include "common/errors.hpp"
 #include "common/fd_exchange.hpp"
 #include "common/fork_guard.hpp"
@@ -269,9 +270,7 @@ Status ShmBackend::signal(int peer, int, uint64_t word, uint64_t add) noexcept {
   EPCOMM_RETURN_IF_ERROR(check_use(peer));
   EPCOMM_RETURN_IF_ERROR(check_word(word));
   const Segment& target = segment(peer);
-#if defined(__x86_64__)
-  __builtin_ia32_sfence();  // rows may have been written by streaming stores, which nothing orders
-#endif
+  common::order_streaming_stores();
   reinterpret_cast<std::atomic<uint64_t>*>(target.heap() + word)
       ->fetch_add(add, std::memory_order_seq_cst);
   target.tail()->bell.ring();

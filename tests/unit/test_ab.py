@@ -1,11 +1,14 @@
 """What `ab` concludes from numbers, and how it reads a command line."""
 
 import json
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from epcomm.ab import cli, report, run, stats
+from epcomm.ab import cli, ranks, report, run, stats
 
 EQUAL = np.random.default_rng(3).lognormal(0, 0.2, 40)
 
@@ -112,3 +115,50 @@ def test_variables_of_one_side_are_its_own():
     assert cli._side(told, "a")["environment"] == {"EPCOMM_LOG": "info", "EPCOMM_TIMEOUT_S": "5"}
     assert cli._side(told, "b")["environment"] == {"EPCOMM_LOG": "error"}
     assert cli.parse([]).a_env == {}
+
+
+def test_a_side_counts_its_own_threads():
+    stop = threading.Event()
+    threads = []
+
+    def work(named):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("epcomm-test-0")
+        named.set()
+        while not stop.wait(0.001):
+            sum(range(20000))
+
+    def make_side():
+        before = ranks.Meter.threads()
+        add_thread()
+        return ranks.Meter(before)
+
+    def add_thread():
+        named = threading.Event()
+        threads.append(threading.Thread(target=work, args=(named,), daemon=True))
+        threads[-1].start()
+        assert named.wait(30)
+
+    try:
+        neither = ranks.Meter(ranks.Meter.threads())
+        a, b = make_side(), make_side()
+        for side in (neither, a, b):
+            side.start()
+        whole = time.process_time()
+        time.sleep(0.4)
+        alone = neither.spent()
+        spent = [side.spent() for side in (a, b)]
+        whole = time.process_time() - whole
+        assert "epcomm-test-0" not in alone
+        # Equal threads: a row that held both would have all of the process's time.
+        assert all(0 < one["epcomm-test-0"] < 0.8 * whole for one in spent)
+        assert all(one.get("caller", 0) < 0.3 * whole for one in spent)
+        # A thread that a side makes only when it works is that side's.
+        a.start()
+        add_thread()
+        time.sleep(0.2)
+        assert a.spent()["epcomm-test-0"] > 0
+        assert len(a._own) == 2 and len(b._own) == 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "common/clock.hpp"
+#include "common/cpu.hpp"
 #include "common/errors.hpp"
 
 namespace epcomm::common {
@@ -300,9 +301,7 @@ std::byte* RdmaEndpoint::peer_ptr(int peer, uint64_t offset) noexcept {
 }
 
 void RdmaEndpoint::add_own(uint64_t word, uint64_t add) noexcept {
-#if defined(__x86_64__)
-  __builtin_ia32_sfence();  // rows may have been written by streaming stores, which nothing orders
-#endif
+  order_streaming_stores();
   reinterpret_cast<std::atomic<uint64_t>*>(heap_->heap() + word)
       ->fetch_add(add, std::memory_order_seq_cst);
 }

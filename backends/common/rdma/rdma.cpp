@@ -448,7 +448,6 @@ int Rdma::queue_of(int path, uint32_t qpn) const noexcept {
   const auto found = numbers.find(qpn);
   return found == numbers.end() ? -1 : found->second;
 }
-const RdmaQueue& Rdma::queue_at(int index) const noexcept { return state_->queues[size_t(index)]; }
 
 double Rdma::retry_seconds() const noexcept {
   return (state_->retries + 1) * rdma::timer_seconds(state_->timer);

@@ -99,7 +99,6 @@ class Rdma {
   // Queue pair by path and number, -1 if it is none of ours: completions name it. Two devices may
   // give the same number.
   int queue_of(int path, uint32_t qpn) const noexcept;
-  const RdmaQueue& queue_at(int index) const noexcept;
   // Seconds after which a queue pair gives up on a peer that answers nothing (nominal; the standard
   // allows four times that).
   double retry_seconds() const noexcept;
