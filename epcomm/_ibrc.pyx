@@ -1,11 +1,9 @@
 # cython: language_level=3
 """Backend ``ibrc``: memory of several hosts, moved by NICs that a proxy thread drives for host threads."""
 
-import json
-
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
-from libcpp.memory cimport shared_ptr, unique_ptr
+from libcpp.memory cimport unique_ptr
 from libcpp.string cimport string
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
@@ -13,42 +11,9 @@ from libcpp.vector cimport vector
 from epcomm cimport _cpp
 from epcomm._backend cimport Backend as BackendBase
 from epcomm._cpp cimport check
+from epcomm._rdma cimport RdmaOptions, fill, plan_rows, provider_name
 
 from epcomm import config
-from epcomm.errors import InvalidArgumentError
-
-
-cdef extern from "ibrc/factory.hpp" namespace "epcomm::common" nogil:
-    cppclass VerbsProvider:
-        pass
-
-    struct RdmaPath:
-        string device
-        int port
-        int gid_index
-
-    struct RdmaOptions:
-        shared_ptr[VerbsProvider] provider
-        vector[RdmaPath] paths
-        int num_ranks
-        int rank
-        int num_channels
-        uint32_t depth
-        cbool relaxed_ordering
-        int mtu
-        int traffic_class
-        int service_level
-
-
-cdef extern from "ibrc/factory.hpp" namespace "epcomm::softhca" nogil:
-    struct SoftHcaOptions:
-        int num_ports
-        double gbps
-        double latency_us
-        uint64_t seed
-        string faults
-        int64_t spin_us
-        cbool null_mover
 
 
 cdef extern from "ibrc/factory.hpp" namespace "epcomm::ibrc" nogil:
@@ -77,7 +42,6 @@ cdef extern from "ibrc/factory.hpp" namespace "epcomm::ibrc" nogil:
         _cpp.Status break_queue(int peer, int channel)
         Stats stats()
 
-    _cpp.Status open_provider(const string& name, const SoftHcaOptions& soft, shared_ptr[VerbsProvider]* out)
     _cpp.Status c_probe "epcomm::ibrc::probe"(const string& provider)
     unique_ptr[IbrcBackend] create(const Options& options)
     unique_ptr[_cpp.Backend] as_backend(unique_ptr[IbrcBackend] backend)
@@ -91,16 +55,9 @@ def probe() -> None:
     BackendUnavailableError
         It cannot; the text is the reason.
     """
-    cdef string provider = _provider(None)
+    cdef string provider = provider_name(None)
     with nogil:
         check(c_probe(provider))
-
-
-def _provider(name: str | None) -> bytes:
-    """``verbs`` or ``soft``; the software HCA is never chosen silently."""
-    if name is None:
-        name = "soft" if config.get("EPCOMM_IB_PROVIDER") == "soft" else "verbs"
-    return name.encode()
 
 
 cdef class Backend(BackendBase):
@@ -120,42 +77,12 @@ cdef class Backend(BackendBase):
     def __init__(self, options: dict | None = None) -> None:
         cdef Options made
         cdef unique_ptr[IbrcBackend] created
-        cdef RdmaPath path
-        cdef SoftHcaOptions soft
-        cdef string provider
         self.fresh()
         options = options or {}
-        spin_us = options.get("spin_us")
-        if spin_us is not None and not 0 <= spin_us <= 1_000_000:
-            raise InvalidArgumentError(f"spin_us={spin_us!r}: expected microseconds from 0 to 1000000")
-        made.rdma.num_ranks = options.get("num_ranks", 1)
-        made.rdma.rank = options.get("rank", -1)
-        made.rdma.num_channels = options.get("num_channels", 1)
-        made.rdma.depth = options.get("depth", config.get("EPCOMM_IB_DEPTH"))
-        made.rdma.mtu = config.get("EPCOMM_IB_MTU") or 0
-        made.rdma.traffic_class = config.get("EPCOMM_IB_TC")
-        made.rdma.service_level = config.get("EPCOMM_IB_SL")
-        made.rdma.relaxed_ordering = config.get("EPCOMM_IB_RELAXED_ORDERING") != 0
-        for device, port, gid_index in options.get("paths", ()):
-            path.device, path.port, path.gid_index = str(device).encode(), port, gid_index
-            made.rdma.paths.push_back(path)
+        fill(options, &made.rdma, &made.folder, &made.spin_us, &made.use_pidfd)
         made.num_threads = config.get("EPCOMM_IBRC_THREADS") or 0
         made.cpus = config.get("EPCOMM_IBRC_CPUS") or []
         made.queue_size = options.get("queue_size", made.queue_size)
-        made.folder = str(options.get("shm_dir") or config.get("EPCOMM_SHM_DIR") or "").encode()
-        made.spin_us = -1 if spin_us is None else spin_us
-        made.use_pidfd = bool(options.get("use_pidfd", True))
-        if made.rdma.paths.size():
-            provider = _provider(options.get("provider"))
-            soft.num_ports = config.get("EPCOMM_SOFTHCA_PORTS")
-            soft.gbps = config.get("EPCOMM_SOFTHCA_GBPS")
-            soft.latency_us = config.get("EPCOMM_SOFTHCA_LATENCY_US")
-            soft.seed = config.get("EPCOMM_SOFTHCA_SEED")
-            soft.faults = (config.get("EPCOMM_SOFTHCA_FAULTS") or "").encode()
-            soft.spin_us = made.spin_us
-            soft.null_mover = config.get("EPCOMM_SOFTHCA_MOVER") == "null"
-            with nogil:
-                check(open_provider(provider, soft, &made.rdma.provider))
         with nogil:
             created = move(create(made))
             self.own = created.get()
@@ -165,8 +92,7 @@ cdef class Backend(BackendBase):
     def plan(self) -> list[dict]:
         """The queue pairs of this rank, one dict each."""
         self.made()
-        text = self.own.plan_json().decode()
-        return json.loads(text)["rows"] if text else []
+        return plan_rows(self.own.plan_json())
 
     def _break_queue(self, peer: int, channel: int = 0) -> None:
         """Bring a queue pair to the state ERROR, for tests."""

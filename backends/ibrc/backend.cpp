@@ -264,16 +264,11 @@ Stats Ibrc::stats() const noexcept {
 
 }  // namespace
 
-Status open_provider(const std::string& name, const softhca::SoftHcaOptions& soft,
-                     std::shared_ptr<common::VerbsProvider>* out) noexcept {
-  return softhca::open_provider(name, soft, out);
-}
-
 Status probe(const std::string& provider) noexcept {
   return common::guarded([&]() -> Status {
     if (provider == "soft") return {};  // needs nothing
     std::shared_ptr<common::VerbsProvider> opened;
-    Status status = open_provider(provider, {}, &opened);
+    Status status = softhca::open_provider(provider, {}, &opened);
     if (!status.ok()) {
       status.code = Code::kUnavailable;
       status.text = std::string(kName) + ": " + status.text;

@@ -43,10 +43,6 @@ class IbrcBackend : public common::RdmaEndpoint {
   virtual Stats stats() const noexcept = 0;
 };
 
-// "verbs": libibverbs; "soft": the software HCA, for which `soft` is.
-Status open_provider(const std::string& name, const softhca::SoftHcaOptions& soft,
-                     std::shared_ptr<common::VerbsProvider>* out) noexcept;
-
 // Ok, or why this backend cannot run here over that provider. Opens no device.
 Status probe(const std::string& provider) noexcept;
 

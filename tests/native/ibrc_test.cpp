@@ -83,7 +83,7 @@ struct Ranks {
       soft.seed = setup.seed;
       if (rank == 0) soft.faults = setup.faults;
       ibrc::Options options;
-      EXPECT_OK(ibrc::open_provider("soft", soft, &options.rdma.provider));
+      EXPECT_OK(softhca::open_provider("soft", soft, &options.rdma.provider));
       for (int port = 0; port < setup.ports; ++port) {
         options.rdma.paths.push_back({"soft" + std::to_string(port), 1, 0});
       }

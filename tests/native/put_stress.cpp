@@ -48,7 +48,7 @@ int run(int argc, char** argv) {
   softhca::SoftHcaOptions soft;
   soft.seed = uint64_t(options.number("soft-seed", 0));
   options.finish();
-  if (Status status = ibrc::open_provider(provider, soft, &made.rdma.provider); !status.ok()) {
+  if (Status status = softhca::open_provider(provider, soft, &made.rdma.provider); !status.ok()) {
     std::fprintf(stderr, "%s\n", status.text.c_str());
     return 77;
   }

@@ -92,6 +92,8 @@ def check_pyx(root):
         folders = {"epcomm", own} if own in backend_names(root) else {"epcomm"} | ENGINES
         if own == "pair":  # joins any two backends
             folders = {"epcomm", "common"}
+        if own == "rdma":  # what the faces of backends on NICs share
+            folders = {"common", "softhca"}
         for number, line in lines_of(path):
             match = re.match(r"\s*(?:from\s+([\w.]+)\s+)?cimport\s+(.+)", line)
             if match:
@@ -249,6 +251,7 @@ def test_the_small_tree_keeps_the_rules(tree):
     (check_pyx, "epcomm/_shm.pyx", 'cdef extern from "host/engine.hpp" nogil:\n'),
     (check_pyx, "epcomm/_shm.pyx", 'cdef extern from "common/wait.hpp" namespace "x" nogil:\n'),
     (check_pyx, "epcomm/_host.pyx", 'cdef extern from "shm/factory.hpp" nogil:\n'),
+    (check_pyx, "epcomm/_rdma.pxd", 'cdef extern from "ibrc/factory.hpp" nogil:\n'),
     (check_pyx, "epcomm/_host.pyx", "from epcomm._results cimport Combined\n"),
     (check_pyx, "epcomm/_host.pyx", "from epcomm cimport _cpp, _results\n"),
     (check_compiler, "epcomm/_host.pyx", "from cupy.cuda.nvrtc import createProgram\n"),
