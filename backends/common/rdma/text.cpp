@@ -119,9 +119,10 @@ double timer_seconds(int timer) { return 4.096e-6 * std::ldexp(1.0, timer); }
 
 // One second at the least: slower answers than that are not lost packets, on software devices and
 // busy machines either. All attempts together take an eighth of the deadline if that allows more
-// than the least, and never more than the deadline; two attempts are made in any case.
+// than the least, and never more than the deadline; two attempts are made in any case. Never seven
+// retries: to Soft-RoCE that means without end, and a lost peer would be seen at the deadline only.
 Timers timers_of(double timeout_s) {
-  constexpr int kShortest = 18, kLongest = 20, kMostRetries = 7;
+  constexpr int kShortest = 18, kLongest = 20, kMostRetries = 6;
   int timer = kShortest;
   while (timer < kLongest && (kMostRetries + 1) * timer_seconds(timer + 1) <= timeout_s / 8) {
     ++timer;
