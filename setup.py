@@ -26,6 +26,8 @@ REGISTRY = runpy.run_path(os.path.join("epcomm", "_registry.py"))["BACKENDS"]
 EXTRA_FLAGS = shlex.split(os.environ.get("EPCOMM_BUILD_FLAGS", ""))
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 HEADERS = sorted(glob.glob("include/epcomm/**/*.h*", recursive=True) + glob.glob("backends/**/*.hpp", recursive=True))
+# Files of libraries that several extensions are linked from.
+SHARED = {"epcomm_rdma": ["common/rdma/*.cpp", "softhca/*.cpp"], "epcomm_common": ["common/*.cpp"]}
 
 
 class Sdist(sdist):
@@ -69,6 +71,11 @@ def missing_header(headers):
     return None
 
 
+def backend_files(patterns):
+    """Files of `backends/` that match a pattern."""
+    return sorted(path for pattern in patterns for path in glob.glob(f"backends/{pattern}"))
+
+
 def extension(module, patterns, libraries=()):
     """The extension of `epcomm/<module>.pyx` with the files of `backends/` that match a pattern."""
     sources = [f"epcomm/{module}.pyx"]
@@ -80,7 +87,7 @@ def extension(module, patterns, libraries=()):
         language="c++",
         include_dirs=["include", "backends"],
         libraries=list(libraries),
-        depends=HEADERS,
+        depends=HEADERS + [path for patterns in SHARED.values() for path in backend_files(patterns)],
         extra_compile_args=COMPILE_FLAGS + EXTRA_FLAGS,
         extra_link_args=["-pthread"] + EXTRA_FLAGS,
     )
@@ -132,7 +139,7 @@ def faces():
 def shared_parts():
     """What several extensions are linked from: each takes the objects that it needs."""
     # What is linked later comes first: RDMA parts use common ones.
-    names = {"epcomm_rdma": ["common/rdma/*.cpp", "softhca/*.cpp"], "epcomm_common": ["common/*.cpp"]}
+    names = dict(SHARED)
     headers = {header for backend in REGISTRY if backend.needs_nics for header in backend.headers}
     if missing_header(sorted(headers)) is not None:
         del names["epcomm_rdma"]
@@ -140,7 +147,7 @@ def shared_parts():
         (
             name,
             {
-                "sources": sorted(path for pattern in patterns for path in glob.glob(f"backends/{pattern}")),
+                "sources": backend_files(patterns),
                 "include_dirs": ["include", "backends"],
                 "cflags": COMPILE_FLAGS + EXTRA_FLAGS,
                 "obj_deps": {"": HEADERS},
