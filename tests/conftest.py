@@ -31,7 +31,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """What tests there are depends on the options."""
     global _place, _only
-    names = config.getoption("--backend") or ("ibrc" if config.getoption("--rxe") else "")
+    names = config.getoption("--backend") or ("ibrc,shm_ibrc" if config.getoption("--rxe") else "")
     _only = [name for name in names.split(",") if name] or None
     if config.getoption("--soft"):
         from epcomm import _registry
@@ -211,6 +211,14 @@ def _segments():
 
 
 _segments_before = _segments()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item):
+    """Show what the kernel of the ranks' machine said beside what failed on it."""
+    report = (yield).get_result()
+    if report.failed and (said := _place.last_words()):
+        report.sections.append(("machine", said))
 
 
 @pytest.hookimpl(trylast=True)

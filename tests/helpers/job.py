@@ -269,7 +269,7 @@ class Jobs:
 
     def get(self, num_ranks, backend="shm"):
         """A kept one, or a new one where its ranks cannot be used any more."""
-        key = (num_ranks, backend)
+        key = (num_ranks, getattr(num_ranks, "nodes", None), backend)
         if key in self._kept and not self._kept[key].heal():
             self._kept.pop(key).close()
         if key not in self._kept:

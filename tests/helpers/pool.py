@@ -113,6 +113,10 @@ class LocalPlace:
         """Whether a test can run here."""
         return item.get_closest_marker("rxe") is None
 
+    def last_words(self):
+        """What the place itself has to say about a failure."""
+        return ""
+
     def close(self):
         """Nothing is kept."""
 

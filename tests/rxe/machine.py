@@ -108,7 +108,7 @@ class Machine:
             failures.append(f"{accelerator}, {time.monotonic() - began:.1f} s: {self._failed or 'not ready'}")
             say(f"did not start ({failures[-1]})")
             self._end()
-        raise MachineError(f"the machine did not start: {'; '.join(failures)}\n{self._last_words()}")
+        raise MachineError(f"the machine did not start: {'; '.join(failures)}\n{self.last_words()}")
 
     def _launch(self, accelerator, initramfs):
         """Whether it came up."""
@@ -190,10 +190,11 @@ class Machine:
         for thread in self._threads:
             thread.join(5)
         if self._status is None:
-            raise MachineError(f"the machine died: {self._failed or 'no status'}\n{self._last_words()}")
+            raise MachineError(f"the machine died: {self._failed or 'no status'}\n{self.last_words()}")
         return self._status
 
-    def _last_words(self):
+    def last_words(self):
+        """The end of what QEMU and the kernel inside said."""
         texts = [f"{name}: {(self._folder / name).read_text(errors='replace')[-1500:].strip()}"
                  for name in ("qemu", "console") if (self._folder / name).exists()]  # fmt: skip
         return "\n".join(texts)

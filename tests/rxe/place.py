@@ -166,6 +166,10 @@ class NodesPlace:
                     best, self.clock_offset_s = after - before, inside - (before + after) / 2
             return self._machine
 
+    def last_words(self):
+        """What the machine itself said, for whoever looks into a failure."""
+        return self._machine.last_words() if self._machine is not None else ""
+
     def _write(self, data):
         self._log.write(data)
         self._log.flush()

@@ -10,6 +10,7 @@ import time
 import pytest
 from helpers import job_calls
 from helpers.job_calls import WAYS, close, create
+from helpers.pool import Ranks
 
 pytestmark = pytest.mark.rxe
 quick = pytest.mark.rxe(quick=True)
@@ -97,15 +98,25 @@ def check_lost(failure, peer, names_queue=True):
 
 @quick
 def test_a_link_that_is_down_for_two_seconds(place, job):
+    """Calls go on where packets get lost. A send that the device itself refuses, its link being down, ends its queue
+    pair; then both ranks are told, long before the deadline."""
+    timeout_s = 200
     ranks = job(2)
-    ranks.values(create, timeout_s=200)
+    ranks.values(create, timeout_s=timeout_s)
     for rank in range(2):
         ranks.start(rank, calls, times=80)
     time.sleep(0.5)
     with unplugged(place, 1):
         time.sleep(2)
-    for rank in range(2):
-        assert ranks.answer(rank, 120).failure is None
+    answers = [ranks.answer(rank, timeout_s / place.slowness + 10) for rank in range(2)]
+    if any(answer.failure for answer in answers):
+        for rank, answer in enumerate(answers):
+            assert answer.failure is not None and answer.failure.kind == "PeerLostError", answer
+            check_lost(answer.failure, 1 - rank)
+            assert answer.end - answer.start < timeout_s / 2, answer
+            check_closes(ranks, rank)
+        ranks.values(create)
+        ranks.values(calls, times=4)
     ranks.values(close)
 
 
@@ -149,6 +160,26 @@ def test_a_killed_rank(place, job):
         check_lost(answer.failure, 1)
         assert answer.end - at < 12 + 5 * place.slowness, answer
     for rank in (0, 2):
+        check_closes(ranks, rank)
+    ranks.replace(1)
+    ranks.values(create)
+    ranks.values(calls, times=4)
+    ranks.values(close)
+
+
+@pytest.mark.rxe(quick=True, pairs=True)
+def test_a_killed_rank_of_near_and_far_peers(place, job):
+    """Its neighbour sees the process end and gives up; the others are told so, or see the queue pairs' silence."""
+    ranks = job(Ranks(4, 2))
+    ranks.values(create, timeout_s=12)
+    ranks.values(calls, times=4)
+    begin_calls(ranks, "expert")
+    at = ranks.signal(1)
+    for rank in (3, 0, 2):
+        answer = ranks.answer(rank, 60)
+        check_lost(answer.failure, 1, names_queue=False)
+        assert answer.end - at < (2 if rank == 3 else 12 + 5) * place.slowness, answer
+    for rank in (0, 2, 3):
         check_closes(ranks, rank)
     ranks.replace(1)
     ranks.values(create)
