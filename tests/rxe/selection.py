@@ -21,10 +21,7 @@ QUICK = {
     "test_backward_identities": ("2ranks2nodes",),
 }
 # The same for pairs of backends, of which only groups with near and far peers tell more than their far one alone.
-QUICK_PAIRS = {
-    "test_layouts_and_routings": ("4ranks2nodes",),
-    "test_sums": ("float32-4ranks2nodes", "4ranks2nodes-float32"),
-}
+QUICK_PAIRS = {"test_layouts_and_routings": ("4ranks2nodes",)}
 _PAIRS = {row.name for row in BACKENDS if row.pair}
 LIMIT_S = 1200  # of a test; its own deadlines are far shorter
 
