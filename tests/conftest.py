@@ -58,9 +58,10 @@ def pytest_generate_tests(metafunc):
 
 def _has_own(metafunc, name):
     """Whether the test, or a fixture of its own module, says what `name` is."""
-    marks = metafunc.definition.iter_markers("parametrize")
-    if any(name in str(mark.args[0]).replace(" ", "").split(",") for mark in marks):
-        return True
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        if name in (re.split(r"\s*,\s*", names) if isinstance(names, str) else names):
+            return True
     found = metafunc._arg2fixturedefs.get(name, ())
     return bool(found) and found[-1].baseid.endswith(".py")
 
