@@ -62,11 +62,22 @@ def exit_text(exitcode):
     return f"exit code {exitcode}"
 
 
+_given_ports = set()
+
+
 def free_port():
-    """A TCP port of the loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of the loopback that was free a moment ago, and that this process never gave out before.
+
+    Ranks count the communicators they made at each address, and one that was replaced counts anew: at a port that
+    comes again, old and new ranks would not agree on the number of the next.
+    """
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        if port not in _given_ports:
+            _given_ports.add(port)
+            return port
 
 
 def slowness():
