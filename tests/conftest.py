@@ -24,6 +24,7 @@ REQUIRED = {name.strip() for name in os.environ.get("EPCOMM_TEST_REQUIRE", "").s
 def pytest_addoption(parser):
     group = parser.getgroup("epcomm")
     group.addoption("--backend", metavar="NAMES", help="only these backends, separated by commas")
+    group.addoption("--sizes", metavar="N,M", help="sizes of groups, instead of the usual ones: one for each GPU")
     group.addoption("--soft", action="store_true", help="backends that need NICs, over the software HCA")
     group.addoption("--rxe", choices=("quick", "all"), help="on nodes of a virtual machine: tests/rxe/README.md")
 
@@ -39,6 +40,11 @@ def pytest_configure(config):
         os.environ.update(pool.SoftPlace.SETTINGS)  # probes see it too
         _place = pool.SoftPlace()
         _only = _only or [backend.name for backend in _registry.BACKENDS if backend.needs_nics]
+    if config.getoption("--sizes"):
+        try:
+            _place.sizes = tuple(int(size) for size in config.getoption("--sizes").split(","))
+        except ValueError:
+            raise pytest.UsageError(f"--sizes {config.getoption('--sizes')}: expected numbers, as 4,8") from None
     if config.getoption("--rxe"):
         sys.path.insert(0, str(Path(__file__).resolve().parent / "rxe"))
         from place import NodesPlace
@@ -54,6 +60,9 @@ def pytest_generate_tests(metafunc):
             metafunc.parametrize(name, rows(), indirect=True, ids=lambda row: row[0], scope="session")
     if "num_ranks" in metafunc.fixturenames and not _has_own(metafunc, "num_ranks"):
         metafunc.parametrize("num_ranks", _place.sizes, indirect=True, ids=pool.size_id, scope="session")
+    if "gpu_num_ranks" in metafunc.fixturenames:
+        sizes = _place.sizes if metafunc.config.getoption("--sizes") else (1, 2, 3)
+        metafunc.parametrize("gpu_num_ranks", sizes, ids=pool.size_id, scope="session")
 
 
 def _has_own(metafunc, name):

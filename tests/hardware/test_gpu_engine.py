@@ -1,4 +1,5 @@
-"""The device engine on GPUs: bits, streams, leases, refusals, deadlines and death. Ranks share GPU 0."""
+"""The device engine on GPUs: bits, streams, leases, refusals, deadlines and death. Ranks take
+the GPUs in turn."""
 
 import os
 import signal
@@ -7,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from helpers import arrays, cases
+from helpers import arrays, cases, gpu
 from helpers.cases import Program, Spec
 from helpers.gpu_calls import SHAPE, outcome, rounds, why_not
 
@@ -23,9 +24,9 @@ def gpu_kind(request, need):
     return request.param
 
 
-@pytest.fixture(params=(1, 2, 3), ids=lambda ranks: f"{ranks}ranks")
-def gpu_ranks(request, pools):
-    return pools.get(request.param, "nvlink")
+@pytest.fixture
+def gpu_ranks(gpu_num_ranks, pools):
+    return pools.get(gpu_num_ranks, "nvlink")
 
 
 @pytest.fixture
@@ -65,9 +66,6 @@ def programs(num_ranks):
         program.dispatch("b", num_sms=1)
         if dtype in cases.FLOATS:
             program.combine("b", source="leased")
-        if dtype in cases.FLOATS:
-            program.dispatch("codes", quantize="fp8")
-            program.dispatch("codes copied", quantize="fp8", copy=True, num_sms=1)
         program.dispatch("async", async_op=True)
         program.combine("async", async_op=True)
         made.append(program)
@@ -76,6 +74,46 @@ def programs(num_ranks):
 
 def test_bits(gpu_ranks, gpu_kind):
     cases.run(gpu_ranks, programs(gpu_ranks.num_ranks), kind=gpu_kind, timeout_s=120)
+
+
+def test_rows_quantised_on_their_way(gpu_ranks, gpu_kind):
+    """Widths with and without whole groups, of many pieces, and rows that the copy engine cannot take."""
+    made = []
+    for dtype, hidden in (("bfloat16", 7168), ("float16", 520), ("float32", 129), ("bfloat16", 33), ("float32", 9000)):
+        program = Program(Spec(gpu_ranks.num_ranks, 9, 3, hidden=hidden, dtype=dtype, tokens=(130, 0, 17)))
+        program.dispatch("codes", quantize="fp8")
+        program.dispatch("copied", quantize="fp8", copy=True, num_sms=1)
+        program.again("cached", "codes", quantize="fp8")
+        program.again("rows", "codes")
+        program.combine("rows")
+        made.append(program)
+    cases.run(gpu_ranks, made, kind=gpu_kind, timeout_s=120)
+
+
+def own_gpu_only(rank):
+    return gpu.environment_of(rank, alone=True)["CUDA_VISIBLE_DEVICES"]
+
+
+def test_bits_where_ranks_see_no_gpu_but_their_own(gpu_num_ranks, pools):
+    """Nobody can ask the driver about the links then: signals are loads and stores."""
+    ranks = pools.get(gpu_num_ranks, "nvlink", env={"CUDA_VISIBLE_DEVICES": own_gpu_only})
+    cases.run(ranks, programs(gpu_num_ranks)[:2], kind="cupy", timeout_s=120)
+
+
+def test_uneven_experts_and_ranks_without_any(gpu_ranks):
+    """Owners at random, all at one rank, and fewer experts than ranks."""
+    ranks, made = gpu_ranks.num_ranks, []
+    rng = np.random.default_rng(3)
+    for owners in (rng.integers(0, ranks, 17).tolist(), [ranks - 1] * 5, None):
+        experts = len(owners) if owners else max(1, ranks - 1)
+        spec = Spec(ranks, experts, min(8, experts), hidden=520, owners=owners, tokens=(700, 0, 1, 259), weights=True)
+        program = Program(spec)
+        program.dispatch("a")
+        program.combine("a", carried=True)
+        program.again("b", "a")
+        program.combine("b", source="buffer")
+        made.append(program)
+    cases.run(gpu_ranks, made, kind="cupy", timeout_s=120)
 
 
 @pytest.mark.parametrize("form", ["rows", "columns", "reversed", "fortran", "broadcast"])
@@ -209,6 +247,18 @@ def test_deadline(gpu_two):
     assert second[2][0] == "PeerLostError", second
 
 
+def test_deadline_of_many_ranks(pools):
+    """Those that wait give up at about the same time: each blames the late rank or one that gave up before it."""
+    told = pools.get(4, "nvlink").run(late_rank, timeout_s=60)
+    assert any(seen[0] == "CommTimeoutError" and "rank 1" in seen[1] for seen, *_ in told if seen), told
+    for rank, (seen, took, after, alive) in enumerate(told):
+        if rank == 1:
+            assert after[0] == "PeerLostError", told
+            continue
+        assert seen[0] in ("CommTimeoutError", "PeerLostError") and 1.4 < took < 3.5, (rank, seen, took)
+        assert after[0] == seen[0] and alive == 160.0, (rank, after, alive)
+
+
 def dying_rank(context, phase):
     import cupy as xp
 
@@ -227,12 +277,15 @@ def dying_rank(context, phase):
     return seen, took, again, float(x.sum())
 
 
-def test_a_dead_peer_ends_the_wait(pools):
-    pool = pools.get(2, "nvlink", env={"EPCOMM_TEST_FAULT": "1"})
-    first, _ = pool.run(dying_rank, phase="entry", expect_deaths=(1,), timeout_s=60)
-    seen, took, again, alive = first
-    assert seen[0] == "PeerLostError" and "rank 1" in seen[1], seen
-    assert took < 3 and again[0] == "PeerLostError" and alive == 80.0, first
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_dead_peer_ends_the_wait(pools, more):
+    pool = pools.get(2 + more, "nvlink", env={"EPCOMM_TEST_FAULT": "1"})
+    for rank, told in enumerate(pool.run(dying_rank, phase="entry", expect_deaths=(1,), timeout_s=60)):
+        if rank == 1:
+            continue
+        seen, took, again, alive = told
+        assert seen[0] == "PeerLostError" and "rank 1" in seen[1], (rank, told)
+        assert took < 3 and again[0] == "PeerLostError" and alive == 80.0, (rank, told)
 
 
 def aborting(context):

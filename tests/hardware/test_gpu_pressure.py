@@ -1,5 +1,5 @@
 """The device engine under pressure: a GPU that is full, very many rows, masks on side streams, memory that torch fills,
-and peers that stop in the middle of a phase. Ranks share GPU 0."""
+and peers that stop in the middle of a phase. Ranks take the GPUs in turn."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers import arrays
+from helpers import arrays, gpu
 from helpers.gpu_calls import SHAPE, outcome, rounds, why_not
 
 # A kernel that holds multiprocessors for a while: by its registers nothing but small blocks fits beside it, and by its
@@ -74,9 +74,8 @@ def all_but_one_held(context):
         return took, held, bool((z == wanted).all())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_one_multiprocessor_is_enough(pools, num_ranks):
-    for took, held, equal in pools.get(num_ranks, "nvlink").run(all_but_one_held, timeout_s=60):
+def test_one_multiprocessor_is_enough(pools, gpu_num_ranks):
+    for took, held, equal in pools.get(gpu_num_ranks, "nvlink").run(all_but_one_held, timeout_s=60):
         assert held and equal, (took, held, equal)
 
 
@@ -104,15 +103,16 @@ def very_many_rows(context):
         z = comm.combine(out.x, out.handle).x
         sums = xp.ndarray(z.shape, xp.uint16, memptr=z.data)
         for at in (0, tokens // 2, tokens - 1):
-            one = (xp.asnumpy(x[at]).astype(np.uint32) << 16).view(np.float32) * context.num_ranks
-            assert (xp.asnumpy(sums[at]) == (one.view(np.uint32) >> 16)).all(), at
+            total = (xp.asnumpy(x[at]).astype(np.uint32) << 16).view(np.float32) * context.num_ranks
+            assert (xp.asnumpy(sums[at]) == total.astype(bf16).view(np.uint16)).all(), at
         del out, got, mine, sums, z
     xp.get_default_memory_pool().free_all_blocks()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_300000_received_rows(pools, num_ranks):
-    pools.get(num_ranks, "nvlink").run(very_many_rows, timeout_s=120)
+def test_300000_received_rows(pools, gpu_num_ranks):
+    if gpu_num_ranks > 2 * len(gpu.visible()):
+        pytest.skip("more than two such heaps on a GPU")
+    pools.get(gpu_num_ranks, "nvlink").run(very_many_rows, timeout_s=120)
 
 
 def masked_on_a_side_stream(context, kind):

@@ -1,6 +1,6 @@
 """The device policy of ``nvlink``: it compiles everywhere; on a GPU, kernels of several ranks use it.
 
-One GPU is enough: the ranks share it, as processes or as objects of one process.
+One GPU is enough: the ranks share it, as processes or as objects of one process. Processes take the GPUs in turn.
 """
 
 import importlib.util
@@ -126,7 +126,8 @@ def start(cubin):
     def make(count, options=None, **environment):
         # Lazy loading waits for running kernels, and some of ours wait for the next one.
         environment["CUDA_MODULE_LOADING"] = "EAGER"
-        new = [Worker(backend="nvlink", environment=environment) for _ in range(count)]
+        new = [Worker(backend="nvlink", environment=environment | gpu_helper.environment_of(rank))
+               for rank in range(count)]
         started.extend(new)
         for worker in new:
             worker.do("names.update(gpu=__import__('gpu'))")

@@ -4,6 +4,8 @@ It imports nothing of ours, so that a worker can import it by its bare name.
 """
 
 import ctypes
+import functools
+import os
 import struct
 import time
 
@@ -18,6 +20,33 @@ def capability(index: int) -> tuple[int, int]:
     for attribute, number in zip((75, 76), numbers, strict=True):
         cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
     return numbers[0].value, numbers[1].value
+
+
+@functools.cache
+def visible() -> tuple[str, ...]:
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES would name them; none without a driver."""
+    count = ctypes.c_int()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index) for index in range(count.value)] if named is None else named.split(",")
+    return tuple(name.strip() for name in names[: count.value])
+
+
+def environment_of(rank: int, alone: bool = False) -> dict[str, str]:
+    """What makes GPU 0 of a rank's process the rank's own: ranks take the GPUs in turn, and share where there are fewer.
+
+    The others come behind it, so that the rank can ask the driver about links; with `alone` it sees no other.
+    """
+    gpus = visible()
+    if not gpus:
+        return {}
+    own = rank % len(gpus)
+    return {"CUDA_VISIBLE_DEVICES": ",".join((gpus[own],) if alone else gpus[own:] + gpus[:own])}
 
 
 class Gpu:

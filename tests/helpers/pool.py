@@ -22,6 +22,8 @@ import time
 import traceback
 from pathlib import Path
 
+from helpers import gpu
+
 _SPAWN = multiprocessing.get_context("spawn")
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
 SLOWNESS_VARIABLE = "EPCOMM_TEST_SLOWNESS"
@@ -85,6 +87,13 @@ def slowness():
     return float(os.environ.get(SLOWNESS_VARIABLE, "1"))
 
 
+def has_gpu_memory(backend):
+    """Whether a backend's heap is device memory."""
+    from epcomm._registry import BACKENDS
+
+    return any(row.name == backend and row.needs_cuda for row in BACKENDS)
+
+
 class Ranks(int):
     """A number of ranks that are spread over fewer nodes, where the place has nodes."""
 
@@ -118,7 +127,7 @@ class LocalPlace:
 
     def environment(self, rank, num_ranks, backend):
         """What ranks need to know of where they are."""
-        return {}
+        return gpu.environment_of(rank) if has_gpu_memory(backend) else {}
 
     def takes(self, item, selection):
         """Whether a test can run here."""
@@ -232,7 +241,7 @@ class RankContext:
 
         kwargs.setdefault("backend", self.backend)
         if self.on_gpu:
-            kwargs.setdefault("device", 0)  # ranks may share it
+            kwargs.setdefault("device", 0)  # the rank's own, see LocalPlace.environment
         communicator = epcomm.Communicator(**kwargs)
         self._open.append(communicator)
         return communicator
@@ -240,9 +249,7 @@ class RankContext:
     @property
     def on_gpu(self):
         """Whether the pool's backend has device memory."""
-        from epcomm._registry import BACKENDS
-
-        return any(row.name == self.backend and row.needs_cuda for row in BACKENDS)
+        return has_gpu_memory(self.backend)
 
     environment = staticmethod(environment)
 
@@ -366,7 +373,7 @@ class RankPool:
     num_ranks : int
     backend : str
     env : mapping, optional
-        More environment variables for the ranks (None removes one).
+        More environment variables for the ranks (None removes one; a function is asked for each rank's).
     place : optional
         Where the ranks run, :class:`LocalPlace` unless given.
     """
@@ -380,8 +387,9 @@ class RankPool:
         self._folder = self.place.folder()
         try:
             for rank in range(num_ranks):
+                own = {name: value(rank) if callable(value) else value for name, value in (env or {}).items()}
                 changes = {**_rank_environment(rank, num_ranks, self.port),
-                           **self.place.environment(rank, num_ranks, backend), **(env or {})}  # fmt: skip
+                           **self.place.environment(rank, num_ranks, backend), **own}  # fmt: skip
                 stacks = str(self._stack_file(rank))
                 process, conn = self.place.start_rank(rank, num_ranks, backend, changes, stacks)
                 self.processes.append(process)

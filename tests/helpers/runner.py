@@ -52,7 +52,7 @@ class Session:
         self.left_out = set()  # keys of dispatches that this engine does not have yet
 
     def step(self, step):
-        """Run one step; on a GPU only what its engine has: rank layout, no capacity, rows as they are."""
+        """Run one step; on a GPU only what its engine has: rank layout, no capacity."""
         if self.comm.device != "cpu" and self._left_out(step):
             return
         getattr(self, "_" + step["op"])(step)
@@ -60,8 +60,7 @@ class Session:
     def _left_out(self, step):
         options = step.get("options", {})
         out = options.get("layout", "rank") != "rank" or step.get("of") in self.left_out
-        out = out or any(options.get(name) for name in ("quantize", "exact_order"))
-        out = out or options.get("capacity") is not None
+        out = out or bool(options.get("exact_order")) or options.get("capacity") is not None
         if out and "key" in step:
             self.left_out.add(step["key"])
         return out

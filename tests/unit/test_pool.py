@@ -1,11 +1,13 @@
 """The pool of ranks itself: values, failures, deadlines, deaths and no leftovers."""
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from helpers import pool
+from helpers import fake_cuda, gpu, pool
 
 
 def return_rank(context, offset, own=0):
@@ -106,3 +108,44 @@ def test_closing_leaves_no_process():
     assert pids <= {pid for pid, _ in pool.processes_of_session()}
     ranks.close()
     assert {pid for pid, _ in pool.processes_of_session()} <= before
+
+
+def visible_gpus(context):
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+class TestGpus:
+    """Which GPU is whose."""
+
+    @pytest.mark.parametrize(("gpus", "named", "want"), [
+        (3, None, ["0,1,2", "1,2,0", "2,0,1", "0,1,2"]),
+        (2, "5,3", ["5,3", "3,5", "5,3", "3,5"]),
+        (2, "GPU-a, GPU-b,-1,7", ["GPU-a,GPU-b", "GPU-b,GPU-a", "GPU-a,GPU-b", "GPU-b,GPU-a"]),
+        (1, None, ["0"] * 4),
+    ])  # fmt: skip
+    def test_ranks_take_them_in_turn(self, monkeypatch, gpus, named, want):
+        if named is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        code = "import json; from helpers import gpu; print(json.dumps([gpu.environment_of(rank, alone) for alone in "
+        code += "(False, True) for rank in range(4)]))"
+        code = f"import sys; sys.path.insert(0, {str(Path(gpu.__file__).parents[1])!r}); {code}"
+        done = fake_cuda.python(code, gpus=",".join(map(str, range(gpus))))
+        assert done.returncode == 0, done.stderr
+        told = [each["CUDA_VISIBLE_DEVICES"] for each in json.loads(done.stdout)]
+        assert told == want + [each.split(",")[0] for each in want]
+
+    def test_pools_of_gpus_get_them_and_others_do_not(self, monkeypatch):
+        monkeypatch.setattr(gpu, "visible", lambda: ("4", "6"))
+        place = pool.LocalPlace()
+        assert [place.environment(rank, 3, "nvlink") for rank in range(3)] == [
+            {"CUDA_VISIBLE_DEVICES": "4,6"}, {"CUDA_VISIBLE_DEVICES": "6,4"}, {"CUDA_VISIBLE_DEVICES": "4,6"}]
+        assert place.environment(1, 3, "shm") == {}
+        monkeypatch.setattr(gpu, "visible", lambda: ())
+        assert place.environment(1, 3, "nvlink") == {}
+
+    def test_a_variable_may_differ_between_ranks(self, cache, monkeypatch):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert cache.get(2, env={"CUDA_VISIBLE_DEVICES": str}).run(visible_gpus) == ["0", "1"]
+        assert cache.get(2).run(visible_gpus) == [None, None]
