@@ -38,7 +38,7 @@ def visible() -> tuple[str, ...]:
 
 
 def environment_of(rank: int, alone: bool = False) -> dict[str, str]:
-    """What makes GPU 0 of a rank's process the rank's own: ranks take the GPUs in turn, and share where there are fewer.
+    """What makes GPU 0 of a rank's process the rank's own: ranks take the GPUs in turn, sharing where there are fewer.
 
     The others come behind it, so that the rank can ask the driver about links; with `alone` it sees no other.
     """
