@@ -4,6 +4,7 @@
 #include <cinttypes>
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 #include "common/clock.hpp"
 #include "common/errors.hpp"
@@ -280,10 +281,12 @@ Status Nvlink::announce(PeerState state) noexcept {
     EPCOMM_RETURN_IF_ERROR(check_use());
     const uint64_t value = uint64_t(state);
     const uint64_t word = ctx_.state_word + uint64_t(rank_) * kSignalStride;
+    Status first;  // a peer that cannot be told keeps the others from nothing
     for (int peer = 0; peer < num_ranks(); ++peer) {
-      EPCOMM_RETURN_IF_ERROR(gpu_.write(peer_heap(peer) + word, &value, sizeof value));
+      Status told = gpu_.write(peer_heap(peer) + word, &value, sizeof value);
+      if (first.ok() && !told.ok()) first = std::move(told);
     }
-    return Status{};
+    return first;
   });
 }
 

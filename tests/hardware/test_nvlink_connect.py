@@ -306,6 +306,16 @@ def test_a_rank_that_left_and_ended_is_no_loss(connected):
     a.do("b.check()")
 
 
+@pytest.mark.parametrize("unreachable", [0, 2])
+def test_a_peer_that_cannot_be_told_keeps_no_news_from_the_others(connected, unreachable):
+    workers = connected({}, {}, {}, {})
+    a = workers[1]
+    a.do("__import__('os').environ.update(FAKE_CUDA_UNWRITABLE=str(b.peer_ptr(peer)))", peer=unreachable)
+    assert a.fails("b.announce(2)").kind == "CudaError"
+    told = [worker.do("b.peer_state(1)") for worker in workers]
+    assert told == [0 if rank == unreachable else 2 for rank in range(4)]
+
+
 def test_abort_ends_waits_and_keeps_the_first_reason(connected):
     a, _ = connected({}, {})
     address = context(a)["host_words"]

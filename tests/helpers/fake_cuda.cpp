@@ -9,6 +9,7 @@
 //   FAKE_CUDA_VERSION, FAKE_CUDA_CAPABILITY (80), FAKE_CUDA_FREE (bytes), FAKE_CUDA_INIT (result)
 //   FAKE_CUDA_REFUSE=fd,fabric,ipc   ways to share that are refused when they are used
 //   FAKE_CUDA_OFFER=fd,fabric        ways that the attributes offer (default fd)
+//   FAKE_CUDA_UNWRITABLE=address     copies to the 64 KiB that begin there fail
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -323,6 +324,8 @@ FAKE cuMemsetD8Async(CuPointer at, unsigned char value, size_t bytes, CuStream) 
   return 0;
 }
 FAKE cuMemcpyHtoDAsync_v2(CuPointer to, const void* from, size_t bytes, CuStream) {
+  const CuPointer bad = std::strtoull(setting("FAKE_CUDA_UNWRITABLE", "0"), nullptr, 10);
+  if (bad && to >= bad && to - bad < (1 << 16)) return kInvalid;
   std::memcpy(pointer(to), from, bytes);
   return 0;
 }
