@@ -27,7 +27,7 @@ __device__ inline void send_picks(const SendArgs& a, int64_t token, int peer, ch
   }
 }
 
-// Where a row of the token goes, as lane's rank sees it. Lanes begin with this rank, so that ranks
+// Where a row of the token goes, as lane's rank sees it. Turns begin with this rank, so that ranks
 // that send at the same time reach their peers in different orders.
 struct Target {
   int64_t row;
@@ -35,13 +35,11 @@ struct Target {
   int rank;
 
   __device__ Target(const SendArgs& a, const Link& link, int64_t token, int rank0, int lane)
-      : row(-1), slot(nullptr) {
+      : row(-1), slot(nullptr), rank(-1) {
     const Setup& s = a.setup;
     const int ranks = s.num_ranks;
-    rank = rank0 + lane;
-    if (ranks <= 32 && lane < ranks)
-      rank = lane + s.rank < ranks ? lane + s.rank : lane + s.rank - ranks;
-    if (rank >= ranks) return;
+    if (rank0 + lane >= ranks) return;
+    rank = rank_in_turn(s.rank, rank0 + lane, ranks);
     const int32_t place = __ldg(a.routing.place + token * ranks + rank);
     if (place < 0) return;
     row = a.routing.base_to[rank] +

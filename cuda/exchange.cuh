@@ -294,8 +294,8 @@ __device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterSha
   }
 
   // The record, to everybody and to the own heap.
-  for (int i = 1; i <= ranks; ++i) {
-    const int peer = (me + i) % ranks;
+  for (int i = 0; i < ranks; ++i) {
+    const int peer = rank_in_turn(me, i, ranks);
     char* to = link.peer_ptr(peer, entry_record(s.layout, me, epoch));
     int64_t* words = reinterpret_cast<int64_t*>(to);
     const int64_t* header = reinterpret_cast<const int64_t*>(&sh.header);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "epcomm/device/engine.h"
 #include "epcomm/entry.h"
 
 namespace epcomm::testing {
@@ -141,6 +142,24 @@ void check_align() {
   }
 }
 
+// Every rank reaches all ranks, itself first, and in no turn do two reach the same.
+void check_turns() {
+  for (int32_t ranks = 1; ranks <= device::kMaxRanks; ++ranks) {
+    std::vector<int> reached(size_t(ranks), -1), turns(size_t(ranks * ranks), 0);
+    for (int32_t step = 0; step < ranks; ++step) {
+      for (int32_t me = 0; me < ranks; ++me) {
+        const int32_t rank = device::rank_in_turn(me, step, ranks);
+        EXPECT(rank >= 0 && rank < ranks, "turn %d of rank %d of %d: %d", step, me, ranks, rank);
+        EXPECT(step != 0 || rank == me, "rank %d of %d begins with %d", me, ranks, rank);
+        EXPECT(reached[size_t(rank)] < step, "rank %d of %d twice in turn %d", rank, ranks, step);
+        reached[size_t(rank)] = step;
+        ++turns[size_t(me * ranks + rank)];
+      }
+    }
+    EXPECT(std::count(turns.begin(), turns.end(), 1) == int64_t(turns.size()), "%d ranks", ranks);
+  }
+}
+
 int main(int argc, char** argv) {
   Options options(argc, argv);
   Random random(uint64_t(options.number("seed", 1)));
@@ -149,6 +168,7 @@ int main(int argc, char** argv) {
   set_deadline(60);
   check_align();
   check_large();
+  check_turns();
   for (int64_t i = 0; i < shapes; ++i) {
     const int32_t ranks = int32_t(random.between(1, 24));
     const int64_t row = 16 * random.between(1, random.one_in(3) ? 100000 : 1024);

@@ -26,6 +26,12 @@ constexpr int kSendBytesPlain = 47 * 1024;
 // Dynamic shared memory of a sending block: one row, or a piece of it, per warp.
 constexpr int kSendBytesMax = 227 * 1024 - 1024;
 
+// The rank that `me` reaches in its step-th turn, 0 <= step < ranks: itself, then the next, around
+// the ring. In any turn every rank is reached by exactly one other, so that no link is crowded.
+EPCOMM_HD int32_t rank_in_turn(int32_t me, int32_t step, int32_t ranks) {
+  return step < ranks - me ? me + step : me + step - ranks;
+}
+
 enum Fault : int32_t {
   kNoFault = 0,
   kDisagree,     // a rank refused, or terms differ: the entry records say how
