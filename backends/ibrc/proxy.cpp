@@ -144,8 +144,8 @@ bool Proxy::take() noexcept {
     Channel& channel = *setup_.channels[c];
     taken += channel.take(kTake, [&](const Command& command) {
       if (Status bad = check(c, command); !bad.ok()) {
+        setup_.events->broken(bad);  // before quiet() takes it for carried out
         channel.refuse(command);
-        setup_.events->broken(bad);
         return true;
       }
       if (!channel.may_hold(command.peer)) return false;  // others behind it wait too: see Channel
@@ -194,6 +194,7 @@ bool Proxy::post(SendQueue& queue) noexcept {
   if (status.code == Code::kOutOfMemory) {
     queue.fail(nullptr, "");
     setup_.events->broken(status);
+    queue.drop();
     return true;
   }
   // A post to a queue pair in its error state says little; the completion that brought it there
@@ -209,9 +210,11 @@ bool Proxy::poll(CompletionQueue& cq) noexcept {
   const int count = ibv_poll_cq(cq.cq, kPollBatch, completions);
   if (count <= 0) {
     if (count == 0) return false;
+    char why[40];
+    std::snprintf(why, sizeof why, "ibv_poll_cq returned %d", count);
     for (auto& queue : queues_) {
       if (queue->completions() == &cq && !queue->failed()) {
-        lose(*queue, nullptr, "ibv_poll_cq failed");
+        lose(*queue, nullptr, why);
       }
     }
     cq.outstanding = 0;
@@ -235,6 +238,7 @@ bool Proxy::poll(CompletionQueue& cq) noexcept {
 void Proxy::lose(SendQueue& queue, const ibv_wc* completion, const char* why) noexcept {
   const std::string text = queue.fail(completion, why ? why : "an unknown status");
   if (!text.empty()) setup_.events->peer_lost(queue.rdma().peer, text);
+  queue.drop();
 }
 
 // A far host that died says nothing: only an unanswered request tells.

@@ -19,6 +19,12 @@ bool has_put(const Command& command) noexcept {
 bool has_signal(const Command& command) noexcept { return (command.op & kCommandSignal) != 0; }
 static_assert(kCommandPutSignal == (kCommandPut | kCommandSignal));
 
+std::string queue_text(const common::RdmaQueue& queue) {
+  return "queue pair " + std::to_string(queue.qp->qp_num) + " of channel " +
+         std::to_string(queue.channel) + " (" + queue.device + " port " +
+         std::to_string(queue.port) + ")";
+}
+
 }  // namespace
 
 std::string command_text(const Command& command) {
@@ -263,9 +269,9 @@ Status SendQueue::send(int32_t begin) noexcept {
   }
   return common::guarded([&] {
     return error(Code::kPeerLost, setup_.rdma->peer,
-                 "ibv_post_send took %u of %u work requests with %u of %u under way: %s", sent,
-                 batch.count, outstanding() - sent, setup_.rdma->depth,
-                 common::errno_text(why).c_str());
+                 "ibv_post_send took %u of %u work requests with %u of %u under way: %s (errno %d)",
+                 sent, batch.count, outstanding() - sent, setup_.rdma->depth,
+                 common::errno_text(why).c_str(), why);
   });
 }
 
@@ -330,34 +336,32 @@ std::string SendQueue::fail(const ibv_wc* completion, const char* why) noexcept 
       const common::RdmaQueue& rdma = *setup_.rdma;
       char head[256];
       std::snprintf(head, sizeof head,
-                    "queue pair %" PRIu32 " of channel %d to queue pair %" PRIu32
-                    " ended with %s (status %d, vendor code 0x%" PRIx32 ") in ",
-                    rdma.qp->qp_num, rdma.channel, rdma.remote_qpn, why, int(completion->status),
-                    completion->vendor_err);
-      text = head + describe(request);
+                    " ended with %s (status %d, vendor code 0x%" PRIx32 ") in ", why,
+                    int(completion->status), completion->vendor_err);
+      text = queue_text(rdma) + " to queue pair " + std::to_string(rdma.remote_qpn) + head +
+             describe(request);
       return Status{};
     });
     settle(request + 1);
   } else if (!failed_) {
     made = common::guarded([&] {
-      char head[96];
-      std::snprintf(head, sizeof head,
-                    "queue pair %" PRIu32 " of channel %d: ", setup_.rdma->qp->qp_num,
-                    setup_.rdma->channel);
-      text = std::string(head) + why;
+      text = queue_text(*setup_.rdma) + ": " + why;
       return Status{};
     });
   }
   if (failed_) return text;
   if (!made.ok()) text = std::move(made.text);  // the loss is told in whatever words
   failed_ = true;
+  return text;
+}
+
+void SendQueue::drop() noexcept {
   for (int32_t at = first_; at >= 0;) {
     const int32_t behind = at == last_ ? -1 : channel().at(at).next;
     channel().finish(at);
     at = behind;
   }
   first_ = next_ = last_ = -1;
-  return text;
 }
 
 }  // namespace epcomm::ibrc

@@ -74,7 +74,7 @@ class SendQueue {
   Channel& channel() const noexcept { return *setup_.channel; }
   CompletionQueue* completions() const noexcept { return setup_.completions; }
 
-  // A command taken from the channel. On a failed queue it is finished at once.
+  // A command taken from the channel. On a queue that was dropped it is finished at once.
   void push(int32_t place) noexcept;
   // True while commands wait to be posted.
   bool waiting() const noexcept { return next_ >= 0; }
@@ -89,8 +89,11 @@ class SendQueue {
   // A good completion: everything up to that work request is done.
   void complete(uint64_t wr_id) noexcept;
   // A bad one, or (null) a post that failed with `why`. Returns what a person should read, once;
-  // empty for those behind the first. From now on every command is finished unseen.
+  // empty for those behind the first. Nothing is posted any more.
   std::string fail(const ibv_wc* completion, const char* why) noexcept;
+  // Once the failure is known to all who wait, or they would take it for success: every command
+  // that is left, and every later one, is finished unseen. Idempotent.
+  void drop() noexcept;
 
   bool failed() const noexcept { return failed_; }
   uint32_t outstanding() const noexcept { return static_cast<uint32_t>(posted_ - completed_); }

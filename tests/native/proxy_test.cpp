@@ -162,6 +162,8 @@ struct Rig : ibrc::ProxyEvents {
         queue.peer = peer;
         queue.channel = c;
         queue.path = 0;
+        queue.device = "mlx5_7";
+        queue.port = 2;
         queue.depth = shape.depth;
         queue.max_inline = 28;
         queue.max_message = 1u << 30;
@@ -231,10 +233,12 @@ struct Rig : ibrc::ProxyEvents {
   void peer_lost(int peer, const std::string& why) noexcept override {
     const std::lock_guard<std::mutex> lock(mutex);
     lost.push_back({peer, why});
+    counted_at_error.push_back(channels[0]->completed(peer));
   }
   void broken(const Status& why) noexcept override {
     const std::lock_guard<std::mutex> lock(mutex);
     bad.push_back(why);
+    counted_at_error.push_back(channels[0]->completed(1));
   }
   bool waited_for(int peer) noexcept override { return waited == peer; }
 
@@ -252,6 +256,7 @@ struct Rig : ibrc::ProxyEvents {
   std::mutex mutex;
   std::vector<std::pair<int, std::string>> lost;
   std::vector<Status> bad;
+  std::vector<uint64_t> counted_at_error;  // what waits saw as carried out when an error was told
   std::atomic<int> waited{-1};
   std::unique_ptr<Proxy> proxy;  // goes first
 };
@@ -385,11 +390,14 @@ void errors(uint64_t seed) {
   const std::string& why = rig.lost[0].second;
   const std::string status = rig.provider.wc_status_str(IBV_WC_RETRY_EXC_ERR);
   for (const std::string& part :
-       {std::string("queue pair 101 of channel 0 to queue pair 901"), status,
+       {std::string("queue pair 101 of channel 0 (mlx5_7 port 2) to queue pair 901"), status,
         std::string("status 12, vendor code 0x81"), std::string("a put of 32 bytes to offset ")}) {
     EXPECT(has(why, part), "'%s' lacks '%s'", why.c_str(), part.c_str());
   }
   EXPECT(rig.qp(0, 1).executed == 40 && rig.qp(0, 2).executed == 150, "others go on");
+  // Or a quiet() in between would take what is dropped for carried out.
+  EXPECT(rig.counted_at_error[0] == 40, "%d of 40 counted when the loss is told",
+         int(rig.counted_at_error[0]));
 
   // A post that is refused: the completion that tells why comes first if there is one.
   Rig second(shape, seed);
@@ -401,8 +409,10 @@ void errors(uint64_t seed) {
   second.quiet(0, 1);
   second.proxy->stop();
   EXPECT(second.lost.size() == 1 && has(second.lost[0].second, "ibv_post_send took") &&
-             has(second.lost[0].second, "Invalid argument"),
+             has(second.lost[0].second, "Invalid argument (errno 22)") &&
+             has(second.lost[0].second, "channel 0 (mlx5_7 port 2)"),
          "'%s'", second.lost.empty() ? "nothing" : second.lost[0].second.c_str());
+  EXPECT(second.counted_at_error[0] <= second.qp(0, 1).executed, "counted before it is told");
 }
 
 // A device without room (ENOMEM) is asked again; only one that never has any loses its peer.
@@ -525,6 +535,7 @@ void no_memory(uint64_t seed) {
   EXPECT(rig.lost.empty() && rig.bad.size() == 1 && rig.bad[0].code == Code::kOutOfMemory &&
              has(rig.bad[0].text, "word 128 of rank 1"),
          "'%s'", rig.bad.empty() ? "nothing" : rig.bad[0].text.c_str());
+  EXPECT(rig.counted_at_error[0] <= 2, "counted before it is told");
 }
 
 // Commands that no producer of ours writes.
@@ -554,6 +565,7 @@ void bad_commands() {
     EXPECT(rig.bad.size() == 1 && rig.bad[0].code == Code::kInternal && has(rig.bad[0].text, why),
            "%s: '%s'", why, rig.bad.empty() ? "nothing" : rig.bad[0].text.c_str());
     EXPECT(rig.qp(0, 1).posted == 0, "it was posted");
+    EXPECT(rig.counted_at_error[0] == 0, "%s: counted before it is told", why);
   }
 }
 

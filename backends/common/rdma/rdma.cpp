@@ -188,6 +188,8 @@ Status State::make_queue(Path& path, int index, int number) noexcept {
     }
   }
   queue.path = index;
+  queue.device = device.name;
+  queue.port = path.asked.port;
   queue.depth = path.depth;
   queue.max_sge = path.max_sge;
   queue.max_message = uint32_t(

@@ -52,6 +52,8 @@ struct RdmaQueue {
   int channel = -1;
   int path = -1;
   int remote_path = -1;
+  std::string device;  // of the path, as its port: for errors
+  int port = 0;
   uint32_t depth = 0;
   uint32_t max_inline = 0;  // at least what was asked, or 0 if the device refused
   uint32_t max_sge = 0;
