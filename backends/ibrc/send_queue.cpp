@@ -335,9 +335,8 @@ std::string SendQueue::fail(const ibv_wc* completion, const char* why) noexcept 
       if (failed_) return Status{};
       const common::RdmaQueue& rdma = *setup_.rdma;
       char head[256];
-      std::snprintf(head, sizeof head,
-                    " ended with %s (status %d, vendor code 0x%" PRIx32 ") in ", why,
-                    int(completion->status), completion->vendor_err);
+      std::snprintf(head, sizeof head, " ended with %s (status %d, vendor code 0x%" PRIx32 ") in ",
+                    why, int(completion->status), completion->vendor_err);
       text = queue_text(rdma) + " to queue pair " + std::to_string(rdma.remote_qpn) + head +
              describe(request);
       return Status{};

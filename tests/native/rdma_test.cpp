@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 
 #include "check.hpp"
 #include "common/rdma/state.hpp"
@@ -254,8 +255,26 @@ void test_limits_of_the_device() {
   EXPECT(queue.max_message == 8 << 20, "%u", queue.max_message);
   const std::string plan = rank.rdma->plan_json();
   for (const char* part :
-       {"depth 256 lowered to 64: max_qp_wr", "pieces 4 lowered to 2", "refuses 28 inline bytes"}) {
+       {"depth 256 lowered to 64: max_qp_wr", "pieces 4 lowered to 2", "inline 28 lowered to 0"}) {
     EXPECT(has(plan, part), "%s is not in %s", part, plan.c_str());
+  }
+
+  // Less inline data than asked is still enough for a signal, which without atomics needs it: the
+  // depth goes first then.
+  for (const auto& [most, for_all, depth] :
+       {std::tuple{16u, 1u << 30, 256u}, std::tuple{200u, 64u * 8, 64u}}) {
+    Rank small(0, 2, 1, 1, 2);
+    small.verbs->devices[0].atomics = IBV_ATOMIC_NONE;
+    small.verbs->devices[0].max_inline = most;
+    small.verbs->devices[0].most_for_inline = for_all;
+    EXPECT_OK(small.start());
+    for (int channel = 0; channel <= 2; ++channel) {
+      const RdmaQueue& made = small.rdma->queue(1, channel);
+      EXPECT(made.max_inline == 8 && made.depth == depth, "inline %u, depth %u", made.max_inline,
+             made.depth);
+    }
+    EXPECT(has(small.rdma->plan_json(), "inline 28 lowered to 8"), "%s",
+           small.rdma->plan_json().c_str());
   }
 
   // max_qp_wr is more than the device has room for, which it says by ENOMEM, as mlx5 does.
@@ -268,7 +287,8 @@ void test_limits_of_the_device() {
   };
   EXPECT_OK(deep.start());
   EXPECT(deep.rdma->queue(1, 0).depth == 4096, "%u", deep.rdma->queue(1, 0).depth);
-  EXPECT(has(deep.rdma->plan_json(), "refuses depth 8192"), "%s", deep.rdma->plan_json().c_str());
+  EXPECT(has(deep.rdma->plan_json(), "depth 16384 lowered to 4096: the device refuses"), "%s",
+         deep.rdma->plan_json().c_str());
 
   Rank crowded(0, 3, 1, 1, 2);
   crowded.verbs->devices[0].max_qp = 4;

@@ -17,6 +17,7 @@ namespace rdma {
 namespace {
 
 constexpr uint32_t kLeastDepth = 4;
+constexpr uint32_t kSignalBytes = 8;
 constexpr uint32_t kHighDepth = 4096;  // from which a device's own arithmetic may be the limit
 
 uint32_t at_least_0(int value) { return value > 0 ? uint32_t(value) : 0; }
@@ -150,7 +151,12 @@ Status State::make_queue(Path& path, int index, int number) noexcept {
                          std::to_string(path.depth) + " entries");
     }
   }
-  const auto lower = [&](const std::string& why) { path.reasons.push_back(why); };
+  const uint32_t asked_inline = path.max_inline, asked_depth = path.depth;
+  const auto tell = [&](const char* what, uint32_t from, uint32_t to) {
+    if (from == to) return;
+    path.reasons.push_back(std::string(what) + " " + std::to_string(from) + " lowered to " +
+                           std::to_string(to) + ": the device refuses more");
+  };
   while (true) {
     ibv_qp_init_attr init{};
     init.qp_context = nullptr;
@@ -167,17 +173,20 @@ Status State::make_queue(Path& path, int index, int number) noexcept {
     queue.qp = provider().create_qp(device.pd, &init);
     if (queue.qp) {
       queue.max_inline = init.cap.max_inline_data;
+      tell("inline", asked_inline, path.max_inline);
+      tell("depth", asked_depth, path.depth);
       break;
     }
     const int why = errno ? errno : EINVAL;
-    // What a device has for one depends on the others; no query tells it.
-    if (why == EINVAL && path.max_inline > 0) {
-      lower("the device refuses " + std::to_string(path.max_inline) + " inline bytes");
-      path.max_inline = 0;
+    // What a device has for one depends on the others; no query tells it. Without atomics signals
+    // are inline data.
+    const bool atomics = device.attr.atomic_cap != IBV_ATOMIC_NONE;
+    if (why == EINVAL && path.max_inline > (atomics ? 0 : kSignalBytes)) {
+      path.max_inline = path.max_inline > kSignalBytes ? kSignalBytes : 0;
     } else if ((why == EINVAL && path.depth > 16) || (why == ENOMEM && path.depth > kHighDepth)) {
       // mlx5 counts blocks, several for a work request, and calls too many of them ENOMEM.
       path.depth /= 2;
-      lower("the device refuses depth " + std::to_string(path.depth * 2));
+      path.max_inline = asked_inline;
     } else {
       return verbs_error(-1, why, "ibv_create_qp", device.name, path.asked.port,
                          "peer " + std::to_string(queue.peer) + ", channel " +
