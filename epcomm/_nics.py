@@ -193,8 +193,8 @@ def parse_map(text: str | None, source: str = "EPCOMM_IB_MAP") -> list[tuple[int
 def choose_gid(port: Port, index: int | None, version: int | None, family: str | None) -> Gid | None:
     """The entry of a port's GID table to use.
 
-    An index is taken as it is. Otherwise, on Ethernet: RoCE v2 before v1; an IPv4 address before a global IPv6 one
-    before a link-local one; then the lowest index. InfiniBand needs none.
+    An index is taken as it is. Otherwise, on Ethernet: RoCE v2 before v1; addresses that can be routed before
+    link-local ones; IPv4 before IPv6; then the lowest index. InfiniBand needs none.
 
     Raises
     ------
@@ -215,7 +215,7 @@ def choose_gid(port: Port, index: int | None, version: int | None, family: str |
         wish = f"RoCE v{version} (EPCOMM_IB_ROCE_VERSION)" if version else "RoCE"
         wish += f" over {family} (EPCOMM_IB_ADDR_FAMILY)" if family else ""
         raise LookupError(f"no GID for {wish}; it has: {there}")
-    return min(fitting, key=lambda gid: (-gid.roce_version, gid.family != "ipv4", gid.address.is_link_local, gid.index))
+    return min(fitting, key=lambda gid: (-gid.roce_version, gid.is_link_local, gid.family != "ipv4", gid.index))
 
 
 # ---- distance

@@ -23,6 +23,11 @@ class Gid:
         """``ipv4`` for a mapped address, else ``ipv6``."""
         return "ipv6" if self.address.ipv4_mapped is None else "ipv4"
 
+    @property
+    def is_link_local(self) -> bool:
+        """Known on its own link only: ``fe80::/10``, ``169.254.0.0/16``."""
+        return (self.address.ipv4_mapped or self.address).is_link_local
+
     def __str__(self) -> str:
         kind = f" RoCE v{self.roce_version}" if self.roce_version else ""
         return f"GID {self.index}{kind} {self.address.ipv4_mapped or self.address}"

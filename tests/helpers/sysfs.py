@@ -4,6 +4,7 @@ import ipaddress
 from pathlib import Path
 
 LINK_LOCAL, IPV4, GLOBAL = "fe80::1", "::ffff:10.0.0.1", "2001:db8::1"
+IPV4_LINK_LOCAL = "::ffff:169.254.7.7"
 # What a RoCE port of two addresses shows, as mlx5 lists it.
 ROCE_GIDS = [(LINK_LOCAL, "IB/RoCE v1"), (LINK_LOCAL, "RoCE v2"), (IPV4, "IB/RoCE v1"), (IPV4, "RoCE v2")]
 

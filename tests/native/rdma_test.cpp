@@ -492,6 +492,15 @@ void test_peers_that_do_not_fit() {
         port.lid = 7;
       },
       "mlx5_0 port 1 is Ethernet, but mlx5_0 port 1 of rank 1 is InfiniBand");
+  // A link-local GID beside a peer's IPv4 one: some kernels connect them, and nothing arrives.
+  refused(
+      [](Rank& rank) {
+        rank.verbs->devices[0].ports[0].gids[3] = {};
+        rank.verbs->devices[0].ports[0].gids[3].raw[0] = 0xfe;
+        rank.verbs->devices[0].ports[0].gids[3].raw[1] = 0x80;
+      },
+      "mlx5_0 port 1 has GID ::ffff:10.77.0.1 (IPv4), but mlx5_0 port 1 of rank 1 has GID fe80:: "
+      "(IPv6)");
   refused([](Rank& rank) { rank.options.num_channels = 3; }, "2 ranks and 3 channels");
   refused([](Rank& rank) { rank.verbs->mapping = true; }, "EPCOMM_IB_PROVIDER");
   refused([](Rank& rank) { rank.heap.resize(2 * kHeapBytes); }, "`rdma.heap` is damaged");

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from helpers import fake_cuda
-from helpers.sysfs import GLOBAL, IPV4, LINK_LOCAL, ROCE_GIDS, Sysfs
+from helpers.sysfs import GLOBAL, IPV4, IPV4_LINK_LOCAL, LINK_LOCAL, ROCE_GIDS, Sysfs
 
 from epcomm import BackendUnavailableError, InvalidArgumentError, _nics, _sysfs
 
@@ -213,6 +213,9 @@ def test_gid_by_type_and_family(sysfs):
     ([(IPV4, "IB/RoCE v1")], 0),
     ([(LINK_LOCAL, "RoCE v2"), (IPV4, "RoCE v2")], 1),
     ([(LINK_LOCAL, "RoCE v2"), (GLOBAL, "RoCE v2"), (IPV4, "RoCE v2"), ("::ffff:10.0.0.2", "RoCE v2")], 2),
+    ([(LINK_LOCAL, "RoCE v2"), (IPV4_LINK_LOCAL, "RoCE v2"), (IPV4, "RoCE v2")], 2),
+    ([(LINK_LOCAL, "RoCE v2"), (IPV4_LINK_LOCAL, "RoCE v2"), (GLOBAL, "RoCE v2")], 2),
+    ([(LINK_LOCAL, "RoCE v2"), (IPV4_LINK_LOCAL, "RoCE v2")], 1),
 ])  # fmt: skip
 def test_the_best_gid_there_is(sysfs, gids, index):
     sysfs.nic("mlx5_0", place(0), gids=gids)

@@ -106,6 +106,11 @@ Status read_remote(const State& state, int peer, const Info& info, Remote* out) 
   return {};
 }
 
+bool is_ipv4(const ibv_gid& gid) {
+  constexpr uint8_t kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+  return std::memcmp(gid.raw, kMapped, sizeof kMapped) == 0;
+}
+
 // RoCE v2 ports hash the flow label into the UDP source port, 0xC000 | the lowest 14 bits where the
 // others are 0, and switches hash that into a route. So the queue pairs of one rank to one peer get
 // different ones for sure, and those of different pairs of ranks start anywhere. Never 0: drivers
@@ -154,6 +159,15 @@ Status connect_queue(State& state, int number, const Remote& remote) {
                  device.name.c_str(), asked.port, link_text(path.port.link_layer),
                  there.device.c_str(), there.port, queue.peer,
                  link_text(uint8_t(there.link_layer)));
+  }
+  if (path.ethernet() && is_ipv4(path.gid) != is_ipv4(there.gid)) {
+    const auto family = [](const ibv_gid& gid) { return is_ipv4(gid) ? "IPv4" : "IPv6"; };
+    return error(Code::kUnavailable, queue.peer,
+                 "%s port %d has GID %s (%s), but %s port %d of rank %d has GID %s (%s): give both "
+                 "interfaces addresses of one family, or name it with EPCOMM_IB_ADDR_FAMILY",
+                 device.name.c_str(), asked.port, gid_text(path.gid).c_str(), family(path.gid),
+                 there.device.c_str(), there.port, queue.peer, gid_text(there.gid).c_str(),
+                 family(there.gid));
   }
 
   const int answered = std::clamp(device.attr.max_qp_rd_atom, 0, kMostAtomics);
