@@ -436,7 +436,8 @@ def _choose_nics(
         return {}, [], failures
 
     def decide() -> int:
-        options["paths"] = _nics.decide(place, told, group.rank).paths
+        decision = _nics.decide(place, told, group.rank)
+        options["paths"], options["local_rank"] = decision.paths, decision.local_rank
         options["provider"] = place.provider
         return len(options["paths"])
 

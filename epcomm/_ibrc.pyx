@@ -21,6 +21,7 @@ cdef extern from "ibrc/factory.hpp" namespace "epcomm::ibrc" nogil:
         RdmaOptions rdma
         int num_threads
         vector[int] cpus
+        int local_rank
         uint32_t queue_size
         string folder
         int64_t spin_us
@@ -68,6 +69,7 @@ cdef class Backend(BackendBase):
     options : dict
         ``num_ranks``, ``rank``, ``num_channels`` (of data), ``provider`` (``verbs`` or ``soft``; default from
         ``EPCOMM_IB_PROVIDER``) and ``paths``, a list of (device, port, GID index): what queue pairs are made for.
+        ``local_rank`` among those of its host, which share ``EPCOMM_IBRC_CPUS`` out (default 0).
         ``depth`` (of send queues; default ``EPCOMM_IB_DEPTH``) and ``queue_size`` (commands of a channel's ring).
         ``shm_dir``, ``spin_us`` and ``use_pidfd`` as for ``shm``. Other keys are left to others.
     """
@@ -82,6 +84,7 @@ cdef class Backend(BackendBase):
         fill(options, &made.rdma, &made.folder, &made.spin_us, &made.use_pidfd)
         made.num_threads = config.get("EPCOMM_IBRC_THREADS") or 0
         made.cpus = config.get("EPCOMM_IBRC_CPUS") or []
+        made.local_rank = options.get("local_rank", 0)
         made.queue_size = options.get("queue_size", made.queue_size)
         with nogil:
             created = move(create(made))

@@ -93,6 +93,7 @@ class Decision:
 
     paths: list[NicPath]
     reasons: list[str]
+    local_rank: int  # among the ranks of its host
 
 
 # ---- the filter
@@ -418,7 +419,7 @@ def decide(place: Place, told: Sequence[Mapping[str, Any]], rank: int) -> Decisi
         reasons.append(f"{one.name}: {_verdict(place, one, one in chosen)}")
     for reason in reasons:
         log.info("rank %d: %s", rank, reason)
-    return Decision([one.path for one in chosen], reasons)
+    return Decision([one.path for one in chosen], reasons, local_rank)
 
 
 def _verdict(place: Place, one: Found, used: bool) -> str:

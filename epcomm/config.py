@@ -136,7 +136,8 @@ VARIABLES = (
     Variable("EPCOMM_NVLINK_SHARE", _choice("auto", "fd", "fabric", "ipc"), "auto",
              "how ranks hand each other GPU memory: file descriptors, fabric handles or legacy CUDA IPC"),
     Variable("EPCOMM_IBRC_THREADS", _integer(1, 256), None, "proxy threads of a rank; default one per NIC port"),
-    Variable("EPCOMM_IBRC_CPUS", _cpus, None, "CPUs on which the proxy threads run, in turn, such as `0-3,8`"),
+    Variable("EPCOMM_IBRC_CPUS", _cpus, None,
+             "CPUs on which the proxy threads of a host's ranks run, in turn, such as `0-3,8`"),
     Variable("EPCOMM_LOG", _choice("debug", "info", "warning", "error"), "warning", "level of the `epcomm` logger"),
 )
 # Set by launchers, not by users: they say which rank this is and where rank 0 can be met.

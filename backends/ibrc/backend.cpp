@@ -156,7 +156,10 @@ Status Ibrc::start(int local_ranks) {
     setup.events = this;
     setup.room = &room();
     setup.spin_ns = common::wait_policy(local_ranks * (1 + threads), options_.spin_us).spin_ns * 20;
-    if (!options_.cpus.empty()) setup.cpu = options_.cpus[size_t(t) % options_.cpus.size()];
+    if (!options_.cpus.empty()) {
+      const size_t turn = size_t(options_.local_rank) * size_t(threads) + size_t(t);
+      setup.cpu = options_.cpus[turn % options_.cpus.size()];
+    }
     proxies_.push_back(std::make_unique<Proxy>(setup));
     EPCOMM_RETURN_IF_ERROR(proxies_.back()->start(t));
   }

@@ -17,6 +17,7 @@ struct Options {
   common::RdmaOptions rdma;   // provider, paths, ranks, channels, depth...
   int num_threads = 0;        // EPCOMM_IBRC_THREADS; 0: one per path
   std::vector<int> cpus;      // EPCOMM_IBRC_CPUS: threads take them in turn; empty: anywhere
+  int local_rank = 0;         // among those of its host, whose threads take the same CPUs in turn
   uint32_t queue_size = 256;  // commands of a channel's ring, a power of two
   std::string folder;         // EPCOMM_SHM_DIR; empty: memfd
   int64_t spin_us = -1;       // before a waiter yields; < 0: from cores and ranks

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import time
+from pathlib import Path
 
 import pytest
 from helpers import job_calls
@@ -17,7 +18,7 @@ pytest.importorskip("epcomm._ibrc", reason="backend ibrc: not built")
 SOFT = {"EPCOMM_IB_PROVIDER": "soft", "EPCOMM_SOFTHCA_PORTS": "3", "EPCOMM_NUM_THREADS": "1"}
 ODD = 1  # the rank that is not like the others
 NAMES = ("EPCOMM_IB_HCA", "EPCOMM_IB_MAP", "EPCOMM_IB_MTU", "EPCOMM_IB_DEPTH", "EPCOMM_IB_GID_INDEX",
-         "EPCOMM_IB_PROVIDER", "EPCOMM_BACKEND")
+         "EPCOMM_IB_PROVIDER", "EPCOMM_BACKEND", "EPCOMM_IBRC_CPUS", "EPCOMM_IBRC_THREADS")
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,9 @@ def three(jobs):
     jobs.end_fresh()
 
 
-def settings(here, variables, rank=ODD):
-    """Variables of one rank; whatever it had before goes."""
-    if here.rank == rank:
+def settings(here, variables, everywhere=False):
+    """Variables of one rank, or of all; whatever it had before goes."""
+    if everywhere or here.rank == ODD:
         for name in NAMES:
             os.environ.pop(name, None)
         os.environ.update({"EPCOMM_IB_PROVIDER": "soft", **variables})
@@ -141,6 +142,28 @@ def test_b57_one_rank_without_rdma(three):
     three.values(create, timeout_s=10, backend="ibrc,shm")
     assert three.values(name_of) == ["shm"] * 3
     three.values(once, way="expert")
+    three.values(close)
+
+
+def cpus_of_proxies(here):
+    """CPUs of each proxy thread of this rank."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("epcomm-ibrc-"):
+            (line,) = [line for line in (task / "status").read_text().splitlines() if "Cpus_allowed_list" in line]
+            found.append(line.split()[1])
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("threads", "wanted"), [(1, [["0"], ["1"], ["0"]]), (2, [["0", "1"]] * 3)])
+def test_ranks_of_a_host_share_out_the_cpus(three, threads, wanted):
+    """They read the same variable: were each to begin at its first CPU, all proxies would share that one."""
+    if not {0, 1} <= os.sched_getaffinity(0):
+        pytest.skip("needs CPUs 0 and 1")
+    variables = {"EPCOMM_IBRC_CPUS": "0,1", "EPCOMM_IBRC_THREADS": str(threads)}
+    three.values(settings, variables=variables, everywhere=True)
+    three.values(create)
+    assert three.values(cpus_of_proxies) == wanted
     three.values(close)
 
 
