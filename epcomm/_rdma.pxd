@@ -30,6 +30,7 @@ cdef extern from "common/rdma/rdma.hpp" namespace "epcomm::common" nogil:
         int mtu
         int traffic_class
         int service_level
+        int pkey_index
 
 
 cdef extern from "softhca/provider.hpp" namespace "epcomm::softhca" nogil:
@@ -73,6 +74,7 @@ cdef inline int fill(dict options, RdmaOptions* rdma, string* folder, int64_t* s
     rdma.mtu = config.get("EPCOMM_IB_MTU") or 0
     rdma.traffic_class = config.get("EPCOMM_IB_TC")
     rdma.service_level = config.get("EPCOMM_IB_SL")
+    rdma.pkey_index = config.get("EPCOMM_IB_PKEY")
     rdma.relaxed_ordering = config.get("EPCOMM_IB_RELAXED_ORDERING") != 0
     for device, port, gid_index in options.get("paths", ()):
         path.device, path.port, path.gid_index = str(device).encode(), port, gid_index

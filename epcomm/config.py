@@ -121,6 +121,7 @@ VARIABLES = (
              "work requests that a queue pair holds; lowered to what the device has"),
     Variable("EPCOMM_IB_TC", _integer(0, 255), 0, "traffic class of RoCE packets (DSCP times 4) and GRHs"),
     Variable("EPCOMM_IB_SL", _integer(0, 15), 0, "service level of InfiniBand packets, priority of RoCE"),
+    Variable("EPCOMM_IB_PKEY", _integer(0, 65535), 0, "index of the partition key in each port's table"),
     Variable("EPCOMM_IB_FAILOVER", _choice("error", "replay"), "error",
              "a NIC port that dies: a named error, or replay over another port (`ibgda`; the same on all ranks)"),
     Variable("EPCOMM_IB_RELAXED_ORDERING", _number_of(0, 1), 1,

@@ -18,7 +18,7 @@ pytest.importorskip("epcomm._ibrc", reason="backend ibrc: not built")
 SOFT = {"EPCOMM_IB_PROVIDER": "soft", "EPCOMM_SOFTHCA_PORTS": "3", "EPCOMM_NUM_THREADS": "1"}
 ODD = 1  # the rank that is not like the others
 NAMES = ("EPCOMM_IB_HCA", "EPCOMM_IB_MAP", "EPCOMM_IB_MTU", "EPCOMM_IB_DEPTH", "EPCOMM_IB_GID_INDEX",
-         "EPCOMM_IB_PROVIDER", "EPCOMM_BACKEND", "EPCOMM_IBRC_CPUS", "EPCOMM_IBRC_THREADS")
+         "EPCOMM_IB_PKEY", "EPCOMM_IB_PROVIDER", "EPCOMM_BACKEND", "EPCOMM_IBRC_CPUS", "EPCOMM_IBRC_THREADS")
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,7 @@ def test_ranks_with_another_mtu_and_depth(three):
     ({"EPCOMM_IB_HCA": "soft0:"}, "InvalidArgumentError", "EPCOMM_IB_HCA='soft0:'"),
     ({"EPCOMM_IB_MAP": "7=soft1"}, "InvalidArgumentError", "no row for rank 1 of this host"),
     ({"EPCOMM_IB_MTU": "1500"}, "InvalidArgumentError", "EPCOMM_IB_MTU='1500'"),
+    ({"EPCOMM_IB_PKEY": "1"}, "InvalidArgumentError", "soft0 port 1 has partition keys 0 to 0"),
     ({"EPCOMM_IB_DEPTH": "17"}, "InvalidArgumentError", "EPCOMM_IB_DEPTH='17'"),
     ({"EPCOMM_IB_PROVIDER": "sofd"}, "InvalidArgumentError", "EPCOMM_IB_PROVIDER='sofd'"),
 ])  # fmt: skip

@@ -407,10 +407,12 @@ void test_every_call_fails_in_turn(bool mapping, bool cq_per_qp) {
           EXPECT(has(status.text, "errno " + std::to_string(why)), "%s", status.text.c_str());
           EXPECT(status.sys_errno == why, "%d", status.sys_errno);
         }
-        EXPECT(status.code == (why == ENOMEM && call != "attach_remote" && call != "ibv_query_gid"
-                                   ? Code::kOutOfMemory
-                               : call == "ibv_query_gid" ? Code::kUnavailable
-                                                         : Code::kSystem),
+        EXPECT(status.code ==
+                   (why == ENOMEM && call != "attach_remote" && call != "ibv_query_gid"
+                        ? Code::kOutOfMemory
+                    : call == "ibv_query_gid" || (call == "ibv_open_device" && why == EACCES)
+                        ? Code::kUnavailable
+                        : Code::kSystem),
                "%d: %s", int(status.code), status.text.c_str());
         if (call != "ibv_reg_mr") {  // open and connect undo themselves, registration itself
           EXPECT(rank.verbs->alive() == 0, "%s after %s", rank.verbs->living().c_str(),
@@ -462,6 +464,15 @@ void test_paths_that_are_not_there() {
     rank.options.paths.push_back({"mlx5_9", 1, 3});
     expect_unavailable(rank, {"mlx5_9", "errno 19", "python -m epcomm info"});
   }
+  // A container sees every device in /sys, and may open those alone that it was given.
+  for (const int why : {EACCES, EPERM, ENOENT, ENXIO}) {
+    Rank rank(0, 2, 1, 1, 1);
+    rank.verbs->refuse = [&](const std::string& call) {
+      return call == "ibv_open_device" ? why : 0;
+    };
+    expect_unavailable(rank, {"ibv_open_device on mlx5_0", "errno " + std::to_string(why),
+                              "--device=/dev/infiniband"});
+  }
   {
     Rank rank(0, 2, 1, 1, 1);
     rank.options.paths.clear();
@@ -472,6 +483,22 @@ void test_paths_that_are_not_there() {
   const Status status = rank.start();
   EXPECT(status.code == Code::kInvalidArgument && has(status.text, "GID index"), "%s",
          status.text.c_str());
+}
+
+void test_partition_keys() {
+  Rank rank(0, 2, 1, 1, 1);
+  rank.options.pkey_index = 5;
+  EXPECT_OK(rank.start());
+  for (const ScriptedQp* qp : rank.verbs->qps) {
+    EXPECT(qp->attr.pkey_index == 5, "%d", qp->attr.pkey_index);
+  }
+  Rank none(0, 2, 1, 1, 1);
+  none.options.pkey_index = 8;
+  const Status status = none.start();
+  EXPECT(status.code == Code::kInvalidArgument &&
+             has(status.text, "EPCOMM_IB_PKEY is 8; mlx5_0 port 1 has partition keys 0 to 7"),
+         "%s", status.text.c_str());
+  EXPECT(none.verbs->alive() == 0, "%s", none.verbs->living().c_str());
 }
 
 void test_peers_that_do_not_fit() {
@@ -651,6 +678,7 @@ int main(int argc, char** argv) {
   test_every_call_fails_in_turn(false, false);
   test_every_call_fails_in_turn(true, true);
   test_paths_that_are_not_there();
+  test_partition_keys();
   test_peers_that_do_not_fit();
   test_infiniband();
   test_near_peers_get_none();

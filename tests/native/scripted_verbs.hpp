@@ -151,6 +151,7 @@ class ScriptedVerbs final : public common::VerbsProvider {
     attr->lid = port.lid;
     attr->max_msg_sz = port.max_message;
     attr->gid_tbl_len = 16;
+    attr->pkey_tbl_len = 8;
     return 0;
   }
   int query_gid(ibv_context* context, uint8_t number, int index, ibv_gid* gid) noexcept override {
@@ -259,6 +260,7 @@ class ScriptedVerbs final : public common::VerbsProvider {
     };
     keep(IBV_QP_STATE, &ibv_qp_attr::qp_state);
     keep(IBV_QP_ACCESS_FLAGS, &ibv_qp_attr::qp_access_flags);
+    keep(IBV_QP_PKEY_INDEX, &ibv_qp_attr::pkey_index);
     keep(IBV_QP_PORT, &ibv_qp_attr::port_num);
     keep(IBV_QP_AV, &ibv_qp_attr::ah_attr);
     keep(IBV_QP_PATH_MTU, &ibv_qp_attr::path_mtu);

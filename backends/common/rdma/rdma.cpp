@@ -79,7 +79,10 @@ Status State::open_path(const RdmaPath& asked) noexcept {
     if (!device.context) {
       const int why = errno ? errno : ENODEV;
       Status status = verbs_error(-1, why, "ibv_open_device", device.name, 0, "");
-      if (why == ENODEV) status.code = Code::kUnavailable;
+      // Seen in /sys, but not to be had here: others may serve.
+      for (const int absent : {ENODEV, ENOENT, ENXIO, EACCES, EPERM}) {
+        if (why == absent) status.code = Code::kUnavailable;
+      }
       return status;
     }
     if (const int failed = provider().query_device(device.context, &device.attr)) {
@@ -118,6 +121,12 @@ Status State::open_path(const RdmaPath& asked) noexcept {
                  options.mtu, name, asked.port, port_mtu);
   }
   path.mtu = options.mtu ? options.mtu : port_mtu;
+  const int num_pkeys = std::max<int>(path.port.pkey_tbl_len, 1);
+  if (options.pkey_index < 0 || options.pkey_index >= num_pkeys) {
+    return error(Code::kInvalidArgument, -1,
+                 "EPCOMM_IB_PKEY is %d; %s port %d has partition keys 0 to %d", options.pkey_index,
+                 name, asked.port, num_pkeys - 1);
+  }
 
   if (path.ethernet() && asked.gid_index < 0) {
     return error(Code::kInvalidArgument, -1, "%s port %d is Ethernet and needs a GID index", name,
@@ -207,7 +216,7 @@ Status State::make_queue(Path& path, int index, int number) noexcept {
 
   ibv_qp_attr attr{};
   attr.qp_state = IBV_QPS_INIT;
-  attr.pkey_index = 0;
+  attr.pkey_index = uint16_t(options.pkey_index);
   attr.port_num = uint8_t(path.asked.port);
   attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
   if (device.attr.atomic_cap != IBV_ATOMIC_NONE) attr.qp_access_flags |= IBV_ACCESS_REMOTE_ATOMIC;

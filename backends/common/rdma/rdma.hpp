@@ -42,6 +42,7 @@ struct RdmaOptions {
   int mtu = 0;                // bytes; 0: what both ports have
   int traffic_class = 0;
   int service_level = 0;
+  int pkey_index = 0;  // EPCOMM_IB_PKEY: in the ports' tables of partition keys
 };
 
 // One connected queue pair and all that a work request for it needs.

@@ -36,6 +36,8 @@ std::string remedy(int sys_errno, uint64_t pinned) {
       return locked_memory_text(pinned);
     case EACCES:
     case EPERM:
+    case ENOENT:
+    case ENXIO:
       return "this user may not use the device: check /dev/infiniband/uverbs* and the "
              "container's --device=/dev/infiniband";
     case ENODEV:
