@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from epcomm import _launch
+from epcomm._bootstrap import launcher
 from epcomm.errors import EpcommError
 
 DEFAULT_TOKENS = {"train": 2048, "decode": 128}
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "timeout_s": arguments.timeout_s, "baseline_buffers": arguments.baseline_buffers,
                 "transport": not arguments.no_transport}
     try:
-        measured = run.measure(shape, settings, arguments.ranks, arguments.repeat, arguments.baselines)
+        measured = run.measure(shape, settings, arguments.ranks[0], arguments.repeat, arguments.baselines)
     except (_launch.RanksFailed, EpcommError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
@@ -54,23 +55,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _on_gpus(arguments: argparse.Namespace, shape: Any) -> int:
     from epcomm.bench import gpu
 
-    settings = {"backend": arguments.backend, "timeout_s": arguments.timeout_s}
-    try:
-        report = gpu.measure(shape, settings, arguments.ranks, arguments.repeat, arguments.sms or gpu.DEFAULT_SMS,
-                             arguments.baselines)
-    except (_launch.RanksFailed, EpcommError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bench: interrupted", file=sys.stderr)
-        return 130
-    if report is None:
-        return 0
+    if arguments.read:
+        try:
+            report = gpu.read(arguments.read)
+        except (OSError, ValueError) as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 1
+    else:
+        reason = gpu.why_not()
+        if reason is not None:
+            print(f"bench: {reason}", file=sys.stderr)
+            return 1
+        try:
+            measured = _runs_on_gpus(arguments, shape)
+        except KeyboardInterrupt:
+            print("bench: interrupted", file=sys.stderr)
+            return 130
+        if measured is None:
+            return 0
+        report = measured
     gpu.show(report)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2)
-    return 0
+    if arguments.read and arguments.json:
+        gpu.write(report, arguments.json)
+    if arguments.plot and report["runs"]:
+        from epcomm.bench import plot_gpu
+
+        plot_gpu.draw(report, arguments.plot)
+    return 1 if report["failed"] else 0
+
+
+def _runs_on_gpus(arguments: argparse.Namespace, shape: Any) -> dict[str, Any] | None:
+    """A run for each number of ranks, written as they end; one that fails keeps the others from nothing."""
+    from epcomm.bench import gpu
+
+    settings = {"backend": arguments.backend, "timeout_s": arguments.timeout_s}
+    report = gpu.begin(shape, arguments.repeat)
+    for num_ranks in arguments.ranks:
+        try:
+            run = gpu.measure(shape, settings, num_ranks, arguments.repeat, arguments.sms or gpu.DEFAULT_SMS,
+                              arguments.baselines)
+        except (_launch.RanksFailed, EpcommError) as error:
+            print(f"bench: {num_ranks} ranks: {error}", file=sys.stderr)
+            report["failed"][str(num_ranks)] = str(error)
+        else:
+            if run is None:
+                return None
+            report["runs"].append(run)
+        if arguments.json:
+            gpu.write(report, arguments.json)
+    return report
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,7 +118,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
                         help="cuda: calls on GPU arrays by CUDA events, swept over --sms; ranks share GPUs where there "
                              "are fewer (default cpu)")
-    parser.add_argument("--ranks", type=_integer(1, 1024), default=2, help="ranks to start (default 2)")
+    parser.add_argument("--ranks", type=_sweep, default=(2,), metavar="N[,M]",
+                        help="ranks to start (default 2); with --device cuda several numbers, one run each, to see how "
+                             "time grows")
     parser.add_argument("--tokens", type=_integer(0, 1 << 24), help="per rank (default 2048, decode 128)")
     parser.add_argument("--hidden", type=_integer(1, 1 << 20), default=7168, help="row width (default 7168)")
     parser.add_argument("--experts", type=_integer(1, 1 << 16), default=256, help="in all (default 256)")
@@ -107,7 +142,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the routing (default 1)")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline of each step (default 120)")
     parser.add_argument("--json", metavar="FILE", help="write the report with all samples")
-    parser.add_argument("--plot", metavar="FILE", help="draw bars against the floor (matplotlib; .png, .svg, .pdf)")
+    parser.add_argument("--plot", metavar="FILE",
+                        help="draw bars against the floor, on GPUs times and shares of the floor over ranks and "
+                             "multiprocessors (matplotlib; .png, .svg, .pdf)")
+    parser.add_argument("--read", type=_files, metavar="FILE[,FILE]", default=(),
+                        help="with --device cuda: show and draw reports that --json wrote, as one; measures nothing")
     arguments = parser.parse_args(argv)
     on_gpus = arguments.device == "cuda"
     if arguments.tokens is None:
@@ -117,8 +156,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     wrong = set(arguments.baselines) - ({"nccl"} if on_gpus else {"gloo", "mpi4py"})
     if wrong:
         parser.error(f"--baselines {', '.join(sorted(wrong))}: not with --device {arguments.device}")
-    if on_gpus and (arguments.layout != "rank" or arguments.plot):
-        parser.error("--device cuda: measures --layout rank and draws no --plot")
+    if on_gpus and arguments.layout != "rank":
+        parser.error("--device cuda: measures --layout rank only")
+    if len(arguments.ranks) > 1 and not on_gpus:
+        parser.error("--ranks: several numbers only with --device cuda")
+    if len(arguments.ranks) > 1 and launcher.find() is not None:
+        parser.error("--ranks: the ranks are those of the launcher; start it once for each number")
+    if arguments.read and not on_gpus:
+        parser.error("--read: only with --device cuda")
     arguments.repeat = arguments.repeat or DEFAULT_REPEAT[arguments.mode]
     if arguments.mode == "decode" and not 1 <= arguments.tokens <= 128:
         parser.error(f"--tokens {arguments.tokens}: decode takes 1 to 128")
@@ -148,8 +193,12 @@ def _baselines(text: str) -> list[str]:
     return names
 
 
+def _files(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
 def _sweep(text: str) -> tuple[int, ...]:
-    return tuple(_integer(1, 1024)(part.strip()) for part in text.split(","))
+    return tuple(dict.fromkeys(_integer(1, 1024)(part.strip()) for part in text.split(",")))
 
 
 if __name__ == "__main__":

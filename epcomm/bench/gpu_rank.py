@@ -207,6 +207,7 @@ class _Floors:
             infos = group.all_gather(self._backend.export_info())
             self._backend.connect(place.rank, infos, 0, timeout_s)
         self._peer = self._backend.peer_ptr((place.rank + 1) % place.num_ranks, begin)
+        self._here = self._backend.peer_ptr(place.rank, begin)
         self._own = torch.ones(self._bytes, dtype=torch.uint8, device="cuda")
         self._raw = kernels.load(kernels.FLOOR, rank._index).raw
         if self._torch.cuda.get_device_capability(rank._index)[0] >= 9:
@@ -235,7 +236,8 @@ class _Floors:
 
         ways: dict[str, Callable[[], None]] = {
             "push": launch("epcomm_floor_push", peer, own, pieces, piece, np.int32(1), shared=self._shared),
-            "store": launch("epcomm_floor_push", peer, own, pieces, piece, np.int32(0), shared=self._shared),
+            # What leaves as many multiprocessors: to a peer it would be the link's rate once that is less.
+            "store": launch("epcomm_floor_push", self._here, own, pieces, piece, np.int32(0), shared=self._shared),
             "pull": launch("epcomm_floor_pull", own, peer, pieces, piece),
             "copy engine": engine,
         }
@@ -252,46 +254,61 @@ class _Floors:
 
 
 class _Nccl:
-    """Rows gathered by destination, torch's all_to_all over NCCL, scattered and added: routing known beforehand."""
+    """Rows gathered by destination, torch's all_to_all over NCCL, scattered and added: routing known beforehand.
 
-    def __init__(self, rank: GpuRank) -> None:
+    The rows lie where those of `rank` do; ``group`` is torch's name of another way to exchange them, for tests.
+    """
+
+    def __init__(self, rank: GpuRank, group: str = "nccl") -> None:
         import torch
         import torch.distributed as dist
 
         self._rank, self._torch, self._dist = rank, torch, dist
         workload, place = rank._workload, rank._place
-        dist.init_process_group("nccl", rank=place.rank, world_size=place.num_ranks)
+        dist.init_process_group(group, rank=place.rank, world_size=place.num_ranks)
         destination, token = np.nonzero(workload.is_at(workload.topk_idx).T)
-        self._token = torch.from_numpy(token).cuda()
+        self._token = torch.from_numpy(token).to(rank._xs[0].device)
         self._sent = np.bincount(destination, minlength=place.num_ranks).tolist()
         self._received = [int(workload.is_at(workload.picks_of(source)).sum(axis=0)[place.rank])
                           for source in range(place.num_ranks)]
 
     def _dispatch(self, x: Any) -> Any:
-        rows = self._torch.empty((sum(self._received), x.shape[1]), dtype=x.dtype, device="cuda")
+        rows = self._torch.empty((sum(self._received), x.shape[1]), dtype=x.dtype, device=x.device)
         self._dist.all_to_all_single(rows, x[self._token], self._received, self._sent)
         return rows
 
+    def _dispatch_codes(self, codes: Any, scales: Any) -> tuple[Any, Any]:
+        return self._dispatch(codes.view(self._torch.uint8)), self._dispatch(scales)
+
     def _combine(self, y: Any, like: Any) -> Any:
         torch = self._torch
-        rows = torch.empty((len(self._token), y.shape[1]), dtype=y.dtype, device="cuda")
+        rows = torch.empty((len(self._token), y.shape[1]), dtype=y.dtype, device=y.device)
         self._dist.all_to_all_single(rows, y, self._sent, self._received)
-        total = torch.zeros(like.shape, dtype=torch.float32, device="cuda")
+        total = torch.zeros(like.shape, dtype=torch.float32, device=y.device)
         return total.index_add_(0, self._token, rows.float()).to(y.dtype)
 
     def trials(self, repeat: int) -> dict[str, list[float]]:
-        rank, times = self._rank, {"dispatch": [], "combine": []}  # type: ignore[var-annotated]
+        rank = self._rank
+        times: dict[str, list[float]] = {"dispatch": [], "dispatch fp8": [], "combine": []}
         for trial in range(_WARMUP + repeat):
-            x = rank._xs[trial % _COPIES]
-            dispatched = rank.timed(partial(self._dispatch, x))
+            x, codes = rank._xs[trial % _COPIES], rank._codes[trial % _COPIES]
             y = self._dispatch(x)
-            combined = rank.timed(partial(self._combine, y, x))
+            taken = {"dispatch": rank.timed(partial(self._dispatch, x)),
+                     "dispatch fp8": rank.timed(partial(self._dispatch_codes, codes, rank._scales)),
+                     "combine": rank.timed(partial(self._combine, y, x))}
             if trial == 0:
                 rank._check("torch and NCCL", self._combine(y, x))
+                self._check_codes(y, *self._dispatch_codes(codes, rank._scales))
             if trial >= _WARMUP:
-                times["dispatch"].append(dispatched)
-                times["combine"].append(combined)
+                for name, us in taken.items():
+                    times[name].append(us)
         return times
+
+    def _check_codes(self, rows: Any, codes: Any, scales: Any) -> None:
+        """Codes must be those of the rows beside them: the data are small integers, which fp8 holds."""
+        factors = scales.repeat_interleave(_FP8_GROUP, 1)[:, : rows.shape[1]]
+        if not self._torch.equal(codes.view(self._torch.float8_e4m3fn).float() * factors, rows.float()):
+            raise WrongResult(f"torch and NCCL: codes of rank {self._rank._place.rank} differ from the exact result")
 
     def close(self) -> None:
         self._dist.destroy_process_group()

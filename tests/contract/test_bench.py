@@ -1,6 +1,5 @@
 """The benchmark runs through at tiny sizes and means what it says. No threshold here: a figure is not a test."""
 
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from epcomm import _launch, config
-from epcomm.bench import cases, cli, gpu, report, run, workload
+from epcomm.bench import cases, cli, report, run, workload
 
 SHAPE = ["--tokens", "33", "--hidden", "72", "--experts", "10", "--topk", "3"]
 TINY = [*SHAPE, "--no-transport"]
@@ -127,7 +126,8 @@ def test_picture(tmp_path):
 
 @pytest.mark.parametrize("arguments", [["--tokens", "-1"], ["--topk", "11", "--experts", "10"], ["--mode", "infer"],
                                        ["--mode", "decode", "--tokens", "129"], ["--baselines", "carrier-pigeon"],
-                                       ["--dtype", "float64"], ["--ranks", "two"]])
+                                       ["--dtype", "float64"], ["--ranks", "two"], ["--ranks", "2,4"],
+                                       ["--read", "a.json"]])
 def test_bad_command_lines_say_what_is_allowed(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
@@ -189,48 +189,3 @@ def test_floor_copies_every_row_of_its_definition(layout, threads):
         assert all((tokens == 9).all() for tokens, _ in blocks)
     finally:
         floor.close()
-
-
-def test_on_gpus_without_one_is_told(capsys):
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        if torch.cuda.is_available():
-            pytest.skip("there is one")
-    assert cli.main(["--device", "cuda", *TINY]) == 1
-    assert "--device cuda" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("wrong", [["--layout", "expert"], ["--baselines", "gloo"], ["--plot", "x.png"]])
-def test_what_the_gpu_part_does_not_do_is_refused(wrong, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--device", "cuda", *wrong])
-    assert caught.value.code == 2 and wrong[1].split(".")[0] in capsys.readouterr().err.replace("--plot", "x")
-
-
-def test_floors_on_gpus():
-    """By hand: two ranks, 10 GB/s of links, 40 GB/s of stores."""
-    told = [{"rows_to": [3, 5]}, {"rows_to": [4, 2]}]
-    rates = {"copy engine": 10.0, "store": 40.0}
-    made = shape(tokens=6, hidden=1000)
-    assert gpu.floor_us("layout", made, told, True, rates) is None
-    assert gpu.floor_us("dispatch", made, told, True, rates) == pytest.approx(5 * 2000 / 10e3)
-    assert gpu.floor_us("dispatch", made, told, False, rates) == pytest.approx(8 * 2000 / 40e3)
-    assert gpu.floor_us("dispatch fp8", made, told, True, rates) == pytest.approx(5 * 1032 / 10e3)
-    assert gpu.floor_us("combine", made, told, False, rates) == pytest.approx(6 * 2000 / 40e3)
-    assert gpu.floor_us("combine buffer", made, told, True, {"copy engine": 1e9, "store": 40.0}) == pytest.approx(0.3)
-
-
-def test_a_report_of_gpus_is_shown_whole(capsys):
-    numbers = gpu._numbers([3.0, 1.0, 2.0], 1.0)
-    assert (numbers["median_us"], numbers["share"]) == (2.0, 0.5)
-    rates = dict.fromkeys(("push", "store", "pull", "copy engine"), 40.0)
-    gpu.show({
-        "shape": shape().as_dict(), "ranks": [{"gpu": "one", "backend": "nvlink"}] * 2, "num_ranks": 2, "gpus": 1,
-        "linked": False, "repeat": 3, "host": {"dispatch": 1.0}, "skipped": {"nccl": "why"},
-        "definitions": gpu.DEFINITIONS, "kernels": {8: {"dispatch": {"epcomm_send": 1.5}}},
-        "sweep": {8: {"rates": rates, "operations": dict.fromkeys(gpu.OPERATIONS, numbers)}},
-    })  # fmt: skip
-    out = capsys.readouterr().out
-    for word in (*gpu.OPERATIONS, "epcomm_send", "no time here is a figure of one", "skipped nccl: why", "copy engine"):
-        assert word in out
