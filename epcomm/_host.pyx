@@ -616,10 +616,13 @@ cdef class HostEngine:
         self.backend.close()
 
     def look_at_peers(self):
-        """Raise PeerLostError if a peer's process ended or a peer gave up."""
+        """Raise PeerLostError if a peer's process ended, a peer gave up or the backend lost one."""
+        cdef Backend* c_backend = <Backend*>PyCapsule_GetPointer(self.backend.capsule(), "epcomm.Backend")
         cdef Status status
         with nogil:
-            status = self.engine.look_at_peers()
+            status = c_backend.async_error()  # knows how
+            if status.code == Code.kOk:
+                status = self.engine.look_at_peers()
         check(status)
 
     def raise_if_broken(self):

@@ -18,7 +18,8 @@ pytest.importorskip("epcomm._ibrc", reason="backend ibrc: not built")
 SOFT = {"EPCOMM_IB_PROVIDER": "soft", "EPCOMM_SOFTHCA_PORTS": "3", "EPCOMM_NUM_THREADS": "1"}
 ODD = 1  # the rank that is not like the others
 NAMES = ("EPCOMM_IB_HCA", "EPCOMM_IB_MAP", "EPCOMM_IB_MTU", "EPCOMM_IB_DEPTH", "EPCOMM_IB_GID_INDEX",
-         "EPCOMM_IB_PKEY", "EPCOMM_IB_PROVIDER", "EPCOMM_BACKEND", "EPCOMM_IBRC_CPUS", "EPCOMM_IBRC_THREADS")
+         "EPCOMM_IB_PKEY", "EPCOMM_NODE_ID", "EPCOMM_IB_PROVIDER", "EPCOMM_BACKEND", "EPCOMM_IBRC_CPUS",
+         "EPCOMM_IBRC_THREADS")
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +166,31 @@ def test_ranks_of_a_host_share_out_the_cpus(three, threads, wanted):
     three.values(settings, variables=variables, everywhere=True)
     three.values(create)
     assert three.values(cpus_of_proxies) == wanted
+    three.values(close)
+
+
+def break_and_check(here):
+    """What check() has to say after a queue pair to rank 1 failed between calls."""
+    comm = here.state["comm"]
+    backend = comm._engine.backend
+    getattr(backend, "far", backend)._break_queue(1)
+    backend.signal(1, 0, add=0)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        comm.check()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("backend", ["ibrc", "shm_ibrc"])
+def test_check_says_how_a_peer_was_lost(three, backend):
+    """Its process did not end: the queue pair did, with a status."""
+    three.values(settings, variables={"EPCOMM_NODE_ID": "apart"})
+    three.values(create, backend=backend)
+    (answer,) = three.run(break_and_check, ranks=[0], within_s=30)
+    assert answer.failure is not None and answer.failure.kind == "PeerLostError", answer
+    for part in ("rank 1 is lost", "of channel 0 (soft0 port 1)", "status 5"):
+        assert part in answer.failure.text, answer.failure
+    assert "process" not in answer.failure.text
     three.values(close)
 
 
