@@ -360,7 +360,7 @@ def _refusal(one: Found, wanted: Filter, mlx5_only: bool) -> str:
         return "iWARP, whose queue pairs need a connection manager"
     if device.node_type != "CA":
         return f"a node of type {device.node_type}, no channel adapter"
-    if mlx5_only and device.driver != _MLX5:
+    if mlx5_only and device.driver.partition(".")[0] != _MLX5:
         return f"driver {device.driver}, needed: {_MLX5}"
     if port.state not in _USABLE_STATES:
         return f"port is {port.state} (link: {port.physical}), not ACTIVE"

@@ -153,6 +153,12 @@ def test_the_driver_decides_and_not_the_name(sysfs):
         "roce_rail1": "mlx5_core", "mlx5_0": "bnxt_en", "rxe0": "rdma_rxe"}
 
 
+def test_a_share_of_an_mlx5_device_is_one(sysfs):
+    """What containers are given: the kernel calls the driver of a subfunction by the module and its own name."""
+    sysfs.nic("mlx5_2", f"{place(0)}/mlx5_core.sf.4", driver="mlx5_core.sf")
+    assert ports(decide(look(sysfs, mlx5_only=True))) == ["mlx5_2:1"]
+
+
 def test_no_devices(sysfs):
     with pytest.raises(BackendUnavailableError, match="no RDMA device"):
         decide(look(sysfs))
