@@ -128,7 +128,9 @@ Status RdmaEndpoint::join(int rank, const std::vector<std::string>& infos, uint6
   EPCOMM_RETURN_IF_ERROR(rdma_.connect(rank, read, far_, mapped, timeout_s));
 
   int local_ranks = 1;
-  for (const Process& process : processes) local_ranks += process.pid != 0;
+  for (int peer = 0; peer < num_ranks_; ++peer) {  // those that another backend reaches are near
+    local_ranks += processes[size_t(peer)].pid != 0 || (peer != rank && !far_[size_t(peer)]);
+  }
   Waiter::Setup setup;
   setup.rank = rank;
   setup.num_ranks = num_ranks_;
