@@ -173,30 +173,31 @@ void Ibgda::ask_silent_peers() noexcept {
 void Ibgda::lose(Lane& lane, const mlx5::Failure& why) noexcept {
   common::guarded([&] {
     const common::RdmaQueue& queue = lane.rdma();
+    const std::string which = common::queue_text(queue);
     std::string cause = rdma().provider()->explain(queue.qp);
     if (!cause.empty()) cause = ": " + cause;
     if (why.syndrome == mlx5::kNoSense) {
       const Status text = error(Code::kPeerLost, queue.peer,
-                                "queue pair %u of channel %d to queue pair %u: a completion names "
-                                "no work request under way%s",
-                                queue.qp->qp_num, queue.channel, queue.remote_qpn, cause.c_str());
+                                "%s to queue pair %u: a completion names no work request under "
+                                "way%s",
+                                which.c_str(), queue.remote_qpn, cause.c_str());
       note_lost(queue.peer, text.text);
       return text;
     }
     if (why.syndrome == Lane::kStalled) {
       const Status text = error(Code::kPeerLost, queue.peer,
-                                "queue pair %u of channel %d: a thread took work request %u or one "
-                                "before it and did not build it within %g s",
-                                queue.qp->qp_num, queue.channel, why.index, timeout_s());
+                                "%s: a thread took work request %u or one before it and did not "
+                                "build it within %g s",
+                                which.c_str(), why.index, timeout_s());
       note_lost(queue.peer, text.text);
       return text;
     }
     const Status text =
         error(Code::kPeerLost, queue.peer,
-              "queue pair %u of channel %d to queue pair %u ended with %s (syndrome 0x%02x, vendor "
-              "code 0x%02x) at work request %u%s",
-              queue.qp->qp_num, queue.channel, queue.remote_qpn, mlx5::syndrome_text(why.syndrome),
-              why.syndrome, why.vendor, why.index, cause.c_str());
+              "%s to queue pair %u ended with %s (syndrome 0x%02x, vendor code 0x%02x) at work "
+              "request %u%s",
+              which.c_str(), queue.remote_qpn, mlx5::syndrome_text(why.syndrome), why.syndrome,
+              why.vendor, why.index, cause.c_str());
     note_lost(queue.peer, text.text);
     return text;
   });

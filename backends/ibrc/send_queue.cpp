@@ -19,12 +19,6 @@ bool has_put(const Command& command) noexcept {
 bool has_signal(const Command& command) noexcept { return (command.op & kCommandSignal) != 0; }
 static_assert(kCommandPutSignal == (kCommandPut | kCommandSignal));
 
-std::string queue_text(const common::RdmaQueue& queue) {
-  return "queue pair " + std::to_string(queue.qp->qp_num) + " of channel " +
-         std::to_string(queue.channel) + " (" + queue.device + " port " +
-         std::to_string(queue.port) + ")";
-}
-
 }  // namespace
 
 std::string command_text(const Command& command) {
@@ -337,14 +331,14 @@ std::string SendQueue::fail(const ibv_wc* completion, const char* why) noexcept 
       char head[256];
       std::snprintf(head, sizeof head, " ended with %s (status %d, vendor code 0x%" PRIx32 ") in ",
                     why, int(completion->status), completion->vendor_err);
-      text = queue_text(rdma) + " to queue pair " + std::to_string(rdma.remote_qpn) + head +
+      text = common::queue_text(rdma) + " to queue pair " + std::to_string(rdma.remote_qpn) + head +
              describe(request);
       return Status{};
     });
     settle(request + 1);
   } else if (!failed_) {
     made = common::guarded([&] {
-      text = queue_text(*setup_.rdma) + ": " + why;
+      text = common::queue_text(*setup_.rdma) + ": " + why;
       return Status{};
     });
   }

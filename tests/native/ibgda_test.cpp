@@ -195,7 +195,8 @@ void faults(bool shared) {
     }
     EXPECT(lost.code == Code::kPeerLost && lost.peer == 1, "code %d: %s", int(lost.code),
            lost.text.c_str());
-    for (const char* part : {"rank 1 is lost", "queue pair", "of channel 0", "planned", reason}) {
+    for (const char* part :
+         {"rank 1 is lost", "queue pair", "of channel 0 (soft0 port 1)", "planned", reason}) {
       EXPECT(lost.text.find(part) != std::string::npos, "'%s' lacks '%s'", lost.text.c_str(), part);
     }
     const Status wait = ranks[0].wait(1, kWords, 1, spec());

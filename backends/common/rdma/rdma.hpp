@@ -68,6 +68,13 @@ struct RdmaQueue {
   uint32_t remote_qpn = 0;
 };
 
+// "queue pair 7 of channel 0 (mlx5_0 port 1)"
+inline std::string queue_text(const RdmaQueue& queue) {
+  return "queue pair " + std::to_string(queue.qp->qp_num) + " of channel " +
+         std::to_string(queue.channel) + " (" + queue.device + " port " +
+         std::to_string(queue.port) + ")";
+}
+
 class Rdma {
  public:
   Rdma();
