@@ -743,7 +743,10 @@ class Communicator:
         tokens, columns = x.shape
         if columns < 1:
             raise InvalidArgumentError(f"{call}: x has shape {x.shape}; allowed: at least one column")
-        self._check_row(call, "x", columns * x.itemsize if not quantize else columns, 0)
+        if quantize:
+            self._check_row(call, "x", columns, (columns + 127) // 128 * 4)
+        else:
+            self._check_row(call, "x", columns * x.itemsize, 0)
         routing, idx, weights = None, None, None
         if handle is not None:
             routing = self._check_handle(call, handle)

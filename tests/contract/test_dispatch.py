@@ -1,5 +1,6 @@
 """Dispatch moves bytes: both layouts, alignment, capacity, payload types, scales, shapes and routings."""
 
+import numpy as np
 import pytest
 from helpers import cases
 from helpers.cases import FLOATS, PAYLOADS, ROUTINGS, Program, Spec
@@ -162,6 +163,30 @@ def test_scales_travel_as_bytes(ranks, scales):
         program.again("n", "r")
         programs.append(program)
     cases.run(ranks, programs)
+
+
+def too_wide_for_their_scales(context):
+    import epcomm
+
+    make = np.asarray
+    if context.on_gpu:
+        import cupy
+
+        make = cupy.asarray
+    with context.comm(num_experts=1, num_topk=1, hidden=1024, max_tokens_per_rank=4, dtype="float32") as comm:
+        for columns in (4033, 4096):
+            with pytest.raises(epcomm.InvalidArgumentError, match=f"rows of x take {columns} and their scales"):
+                comm.dispatch(make(np.ones((4, columns), np.float32)), make(np.zeros((4, 1), np.int64)), quantize="fp8")
+
+
+def test_quantised_rows_of_other_widths_find_room_for_their_scales(ranks):
+    """Codes and scales of the widest row that fits fill a slot; one column more would reach into what lies behind."""
+    ranks.run(too_wide_for_their_scales)
+    program = Program(Spec(ranks.num_ranks, 4, 2, hidden=4032, dtype="float32", tokens=5, routing="full"),
+                      hidden=1024, max_tokens_per_rank=5)  # fmt: skip
+    program.dispatch("a", quantize="fp8")
+    program.dispatch("b", quantize="fp8", copy=True)
+    cases.run(ranks, [program])
 
 
 @pytest.mark.parametrize("hidden", [7, 128, 200, 264])
