@@ -77,7 +77,7 @@ step_racecheck() { sanitize racecheck 1; }
 step_bench() {
   local plot=()
   if "$python" -c "import matplotlib" 2> /dev/null; then plot=(--plot "$out/bench.png"); fi
-  "$python" -m epcomm bench --device cuda --mode train --ranks "$(growth)" --sms 8,16,24,32 \
+  "$python" -m epcomm bench --device cuda --mode train --ranks "$(growth)" --sms 8,16,24,32 --timeout-s 240 \
     --json "$out/bench.json" ${plot[@]+"${plot[@]}"}
 }
 
