@@ -365,7 +365,9 @@ void test_locked_memory() {
   rank.verbs->refuse = [](const std::string& call) { return call == "ibv_create_cq" ? ENOMEM : 0; };
   const Status status = rank.start();
   EXPECT(status.code == Code::kOutOfMemory && has(status.text, "ibv_create_cq on mlx5_0 port 1") &&
-             has(status.text, "65536 bytes"),
+             has(status.text, "65536 bytes") &&
+             has(status.text, "768 entries, about 49152 bytes") &&
+             has(status.text, "ulimit -l unlimited"),
          "%s", status.text.c_str());
   setrlimit(RLIMIT_MEMLOCK, &before);
 }

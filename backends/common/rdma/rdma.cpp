@@ -39,6 +39,12 @@ std::string gids_of(VerbsProvider& provider, ibv_context* context, int port, int
   return text.empty() ? "none" : text;
 }
 
+std::string entries_text(uint32_t count) {
+  constexpr uint64_t kEntryBytes = 64;  // on most devices
+  return std::to_string(count) + " entries, about " + std::to_string(count * kEntryBytes) +
+         " bytes";
+}
+
 Status check_options(const RdmaOptions& options) {
   if (!options.provider) return error(Code::kInternal, -1, "Rdma::open without a provider");
   if (options.paths.empty()) {
@@ -157,7 +163,7 @@ Status State::make_queue(Path& path, int index, int number) noexcept {
     queue.cq = provider().create_cq(device.context, int(path.depth));
     if (!queue.cq) {
       return verbs_error(-1, errno ? errno : EINVAL, "ibv_create_cq", device.name, path.asked.port,
-                         std::to_string(path.depth) + " entries");
+                         entries_text(path.depth));
     }
   }
   const uint32_t asked_inline = path.max_inline, asked_depth = path.depth;
@@ -273,7 +279,7 @@ Status State::open_queues(Path& path, int index) noexcept {
     path.cq = provider().create_cq(device.context, int(path.cq_depth));
     if (!path.cq) {
       return verbs_error(-1, errno ? errno : EINVAL, "ibv_create_cq", device.name, path.asked.port,
-                         std::to_string(path.cq_depth) + " entries");
+                         entries_text(path.cq_depth));
     }
   }
   for (size_t number = 0; number < queues.size(); ++number) {
