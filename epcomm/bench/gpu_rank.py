@@ -30,6 +30,15 @@ def gpu_of(rank: int, count: int) -> int:
     return (config.get("LOCAL_RANK") if config.is_set("LOCAL_RANK") else rank) % count
 
 
+def check_codes(case: str, codes: Any, scales: Any, rows: Any) -> None:
+    """Raise unless torch's codes times scales are the rows: small integers, exact but for a scale's rounding."""
+    import torch
+
+    factors = scales.repeat_interleave(_FP8_GROUP, 1)[:, : rows.shape[1]]
+    if not torch.allclose(codes.view(torch.float8_e4m3fn).float() * factors, rows.float(), rtol=1e-6, atol=0):
+        raise WrongResult(f"{case}: codes differ from the exact result")
+
+
 class GpuRank:
     """A worker of :mod:`epcomm._launch`.
 
@@ -106,6 +115,9 @@ class GpuRank:
                 if trial >= _WARMUP:
                     times[name].append(taken)
         self._check("combine buffer", self.comm.combine(self._buffer, self._handle, out=self._z, num_sms=sms).x)
+        for name in ("dispatch fp8", "dispatch quantize"):
+            out = operations[name](0)
+            check_codes(f"{name} of rank {self._place.rank}", out.x, out.scales, self._y)
         return times
 
     def timed(self, call: Callable[[], Any]) -> float:
@@ -298,17 +310,11 @@ class _Nccl:
                      "combine": rank.timed(partial(self._combine, y, x))}
             if trial == 0:
                 rank._check("torch and NCCL", self._combine(y, x))
-                self._check_codes(y, *self._dispatch_codes(codes, rank._scales))
+                check_codes(f"torch and NCCL, rank {rank._place.rank}", *self._dispatch_codes(codes, rank._scales), y)
             if trial >= _WARMUP:
                 for name, us in taken.items():
                     times[name].append(us)
         return times
-
-    def _check_codes(self, rows: Any, codes: Any, scales: Any) -> None:
-        """Codes must be those of the rows beside them: the data are small integers, which fp8 holds."""
-        factors = scales.repeat_interleave(_FP8_GROUP, 1)[:, : rows.shape[1]]
-        if not self._torch.equal(codes.view(self._torch.float8_e4m3fn).float() * factors, rows.float()):
-            raise WrongResult(f"torch and NCCL: codes of rank {self._rank._place.rank} differ from the exact result")
 
     def close(self) -> None:
         self._dist.destroy_process_group()
