@@ -26,6 +26,8 @@ OPERATIONS = ("layout", "dispatch", "dispatch uncached", "dispatch copy", "dispa
 DEFINITIONS = {
     "time": "microseconds of the device by events on the caller's stream, from a start that a barrier and a queued "
             "delay align; a trial's time is its slowest rank's, the median is over trials",
+    "least": "the same of each trial's quickest rank: it started last and waited for nobody's start, so that what lies "
+             "between it and the median is how far apart the ranks began",
     "dispatch": "cached routing, a view of the heap; `uncached` with the layout pass and counts, `copy` into the "
                 "caller's memory, `fp8` codes with scales given, `quantize` codes and scales made on the way",
     "combine": "expert outputs in ordinary memory; `combine buffer` in the heap, where experts can write them",
@@ -114,9 +116,8 @@ def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int,
             for done, count in enumerate(wanted):
                 floors = ranks.ask(["floors_of", count])
                 rates = {name: min(told[name] for told in floors) for name in floors[0]}
-                times = _slowest(ranks.ask(["trials", count, repeat]))
-                run["sweep"][str(count)] = {"rates": rates, "operations": {
-                    name: numbers_of(name, taken, shape, run, rates) for name, taken in times.items()}}
+                run["sweep"][str(count)] = {"rates": rates, "operations": _operations(
+                    ranks.ask(["trials", count, repeat]), shape, run, rates)}
                 run["kernels"][str(count)] = ranks.ask(["kernels", count])[0]
                 show(done + 1)
         run["host"] = ranks.ask(["host", max(20, repeat)])[0]
@@ -125,17 +126,24 @@ def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int,
             run["skipped"]["nccl"] = f"NCCL wants a GPU for each rank: {told}"
         elif "nccl" in baselines:
             try:
-                times = _slowest(ranks.ask(["nccl_trials", repeat]))
+                answers = ranks.ask(["nccl_trials", repeat])
             except _launch.RanksFailed as error:
                 run["skipped"]["nccl"] = str(error)
             else:
                 rates = run["sweep"][str(max(wanted))]["rates"] if wanted else {}
-                run["nccl"] = {name: numbers_of(name, taken, shape, run, rates) for name, taken in times.items()}
+                run["nccl"] = _operations(answers, shape, run, rates)
         return run if ranks.speaks else None
 
 
-def _slowest(answers: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    return {name: [max(trial) for trial in zip(*(told[name] for told in answers), strict=True)] for name in answers[0]}
+def _operations(answers: list[dict[str, list[float]]], shape: Shape, run: dict[str, Any],
+                rates: dict[str, float]) -> dict[str, Any]:
+    """Each operation's numbers, from the lists over trials that each rank answered with."""
+    told = {}
+    for name in answers[0]:
+        trials = list(zip(*(answer[name] for answer in answers), strict=True))
+        numbers = numbers_of(name, [max(trial) for trial in trials], shape, run, rates)
+        told[name] = {**numbers, "least_us": statistics.median(min(trial) for trial in trials)}
+    return told
 
 
 def row_bytes_of(operation: str, shape: Shape) -> int:
