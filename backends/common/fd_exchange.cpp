@@ -101,6 +101,7 @@ ssize_t receive_with_fds(int socket, Reply* reply, std::vector<UniqueFd>* fds) {
   message.msg_iovlen = 1;
   message.msg_control = control;
   message.msg_controllen = sizeof control;
+  fds->reserve(fds->size() + FdExchange::kMaxFds);  // what has arrived must find an owner
   ssize_t got;
   do {
     got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);

@@ -69,7 +69,7 @@ Status check_options(const RdmaOptions& options) {
 
 }  // namespace
 
-Status State::open_path(const RdmaPath& asked) noexcept {
+Status State::open_path(const RdmaPath& asked) {
   const char* const name = asked.device.c_str();
   Path path;
   path.asked = asked;
@@ -154,7 +154,7 @@ Status State::open_path(const RdmaPath& asked) noexcept {
   return {};
 }
 
-Status State::make_queue(Path& path, int index, int number) noexcept {
+Status State::make_queue(Path& path, int index, int number) {
   RdmaQueue& queue = queues[size_t(number)];
   Device& device = device_of(path);
   queue.cq = path.cq;
@@ -237,7 +237,7 @@ Status State::make_queue(Path& path, int index, int number) noexcept {
   return {};
 }
 
-Status State::open_queues(Path& path, int index) noexcept {
+Status State::open_queues(Path& path, int index) {
   Device& device = device_of(path);
   const auto lower = [&](const char* what, uint64_t from, uint64_t to, const std::string& why) {
     path.reasons.push_back(std::string(what) + " " + std::to_string(from) + " lowered to " +
@@ -289,7 +289,7 @@ Status State::open_queues(Path& path, int index) noexcept {
   return {};
 }
 
-Status State::register_on(Device& device) noexcept {
+Status State::register_on(Device& device) {
   const bool atomic = device.attr.atomic_cap != IBV_ATOMIC_NONE;
   const int write = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
   const uint64_t pinned = uint64_t(devices.size()) * (2 * heap_bytes + sink_bytes);

@@ -74,10 +74,10 @@ struct State {
   }
   Device& device_of(const Path& path) noexcept { return devices[size_t(path.device)]; }
 
-  Status open_path(const RdmaPath& asked) noexcept;
-  Status open_queues(Path& path, int index) noexcept;
-  Status make_queue(Path& path, int index, int queue) noexcept;
-  Status register_on(Device& device) noexcept;
+  Status open_path(const RdmaPath& asked);
+  Status open_queues(Path& path, int index);
+  Status make_queue(Path& path, int index, int queue);
+  Status register_on(Device& device);
   void unregister(Device& device) noexcept;
   void destroy_queue(int queue) noexcept;
   void close() noexcept;
