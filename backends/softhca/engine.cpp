@@ -59,7 +59,9 @@ bool Port::look(Qp* qp, int64_t now) {
     } else {
       notice(qp, uint16_t(mlx5::swap32(uint32_t(doorbell)) >> 8), false);
       if (last && plan_.strikes(FaultKind::kDuplicateDoorbell, qp->number_on_port)) {
-        notice(qp, uint16_t(mlx5::swap32(uint32_t(last)) >> 8), false);
+        // The one before again may be older than 16 bits of it tell, if a record was ahead of it.
+        const uint16_t index = uint16_t(mlx5::swap32(uint32_t(last)) >> 8);
+        if (uint16_t(uint16_t(qp->posted) - index) <= qp->depth) notice(qp, index, false);
         notice(qp, uint16_t(mlx5::swap32(uint32_t(doorbell)) >> 8), false);
       }
     }
@@ -208,7 +210,7 @@ bool Port::send(Qp* qp, int64_t now) {
     if (work.on_wire) continue;
     if (gbps > 0 && wire_free_ns_ - now > kWireAheadNs) break;
     int64_t due = now;
-    if (gbps > 0) {
+    if (gbps > 0 && !work.syndrome) {  // what is refused is not sent
       wire_free_ns_ =
           std::max(wire_free_ns_, now) + int64_t(double(units_bytes(work.block)) * 8 / gbps);
       due = wire_free_ns_;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "common/clock.hpp"
 #include "common/native_thread.hpp"
@@ -67,6 +68,8 @@ const char* violation_text(uint8_t code) noexcept {
       return "planned fault";
     case kPortIsDown:
       return "the port is down";
+    case kNoMemory:
+      return "the software HCA has no memory";
     default:
       return "";
   }
@@ -149,7 +152,9 @@ Qp* Port::create_qp(Cq* cq, uint32_t depth, bool all_signalled) {
   qp->record = reinterpret_cast<uint32_t*>(qp->memory.data() + bytes);
   qp->doorbell = reinterpret_cast<uint64_t*>(qp->memory.data() + bytes + 64);
   const Locked lock(this);
-  if (!start()) return nullptr;
+  qps_.reserve(qps_.size() + 1);
+  order_.reserve(order_.size() + 1);
+  if (broken_ || !start()) return nullptr;
   qp->qpn = next_qpn_++ & 0xffffff;
   qp->number_on_port = qps_made_++;
   ++cq->users;
@@ -224,7 +229,13 @@ void Port::loop() noexcept {
     int64_t now = common::now_ns(), due;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (pass(now)) {
+      bool busy = false;
+      try {
+        busy = pass(now);
+      } catch (const std::bad_alloc&) {
+        return break_down();
+      }
+      if (busy) {
         idle_since = now;
         nap = kFirstNapNs;
         continue;
@@ -245,6 +256,15 @@ void Port::loop() noexcept {
       }
       nap = std::min(nap * 2, idle > kIdleNs ? kIdleNapNs : kLongestNapNs);
     }
+  }
+}
+
+// Nothing is done any more, without a word: completions need memory. explain() knows why.
+void Port::break_down() noexcept {
+  broken_ = true;
+  for (const auto& qp : qps_) {
+    violate(qp.get(), kNoMemory);
+    qp->state = QpState::kError;
   }
 }
 

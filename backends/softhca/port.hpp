@@ -53,6 +53,7 @@ enum Violation : uint8_t {
   kNoResponder = 0x8b,  // nobody at the other end
   kPlanned = 0x8c,      // by the fault plan
   kPortIsDown = 0x8d,
+  kNoMemory = 0x8e,  // of the model; no completion says it
 };
 
 const char* violation_text(uint8_t code) noexcept;
@@ -175,6 +176,7 @@ class Port {
   bool start();
   static void* run(void* self) noexcept;
   void loop() noexcept;
+  void break_down() noexcept;
   bool pass(int64_t now);
   int64_t next_due() const;
 
@@ -219,6 +221,7 @@ class Port {
 
   std::atomic<bool> stopping_{false};
   bool running_ = false;
+  bool broken_ = false;
   pthread_t thread_{};
 };
 

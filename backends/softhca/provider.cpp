@@ -321,8 +321,8 @@ ibv_context* SoftProvider::open_device(const std::string& name) noexcept try {
   port.null_mover = options_.null_mover;
   port.faults = faults_;
   port.seed = options_.seed;
-  regions_->open(gid);
   context->port = std::make_unique<Port>(port, gid, regions_);
+  regions_->open(gid);
   context->device.node_type = IBV_NODE_CA;
   context->device.transport_type = IBV_TRANSPORT_IB;
   std::snprintf(context->device.name, sizeof context->device.name, "%s", name.c_str());
@@ -480,14 +480,19 @@ ibv_qp* SoftProvider::create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) noexcept try
   qp->verbs.qp_num = model.qpn;
   qp->verbs.qp_type = IBV_QPT_RC;
   qp->verbs.state = IBV_QPS_RESET;
-  const std::unique_lock<std::shared_mutex> lock(context->mutex);
-  context->qps[model.qpn] = qp.get();
+  try {
+    const std::unique_lock<std::shared_mutex> lock(context->mutex);
+    context->qps[model.qpn] = qp.get();
+  } catch (const std::bad_alloc&) {
+    context->port->destroy_qp(qp->model);
+    throw;
+  }
   return &qp.release()->verbs;
 } catch (const std::bad_alloc&) {
   return failed<ibv_qp>(ENOMEM);
 }
 
-int SoftProvider::modify_qp(ibv_qp* verbs, ibv_qp_attr* attr, int mask) noexcept {
+int SoftProvider::modify_qp(ibv_qp* verbs, ibv_qp_attr* attr, int mask) noexcept try {
   SoftQp* const qp = qp_of(verbs);
   Port& port = *context_of(verbs->context)->port;
   const std::lock_guard<std::mutex> posting(qp->mutex);
@@ -549,6 +554,8 @@ int SoftProvider::modify_qp(ibv_qp* verbs, ibv_qp_attr* attr, int mask) noexcept
   if (mask & IBV_QP_MAX_QP_RD_ATOMIC) qp->attr.max_rd_atomic = attr->max_rd_atomic;
   if (mask & IBV_QP_MAX_DEST_RD_ATOMIC) qp->attr.max_dest_rd_atomic = attr->max_dest_rd_atomic;
   return 0;
+} catch (const std::bad_alloc&) {
+  return ENOMEM;
 }
 
 int SoftProvider::query_qp(ibv_qp* verbs, ibv_qp_attr* attr, int, ibv_qp_init_attr* init) noexcept {
@@ -609,8 +616,10 @@ Status SoftProvider::queue_view(ibv_qp* verbs, common::QueueView* view) noexcept
   return {};
 }
 
-std::string SoftProvider::explain(ibv_qp* verbs) noexcept {
+std::string SoftProvider::explain(ibv_qp* verbs) noexcept try {
   return violation_text(context_of(verbs->context)->port->violation(qp_of(verbs)->model));
+} catch (const std::bad_alloc&) {
+  return {};
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <thread>
 
+#include "scarce_memory.hpp"
 #include "softhca_pair.hpp"
 
 namespace epcomm::testing {
@@ -167,6 +168,121 @@ void test_refusals() {
     wc = wait_one(qa->send_cq);
     EXPECT(wc.wr_id == 5 && wc.status == IBV_WC_SUCCESS && b.words()[0] == 42,
            "%s: after RESET: %d", bad.what, int(wc.status));
+  }
+}
+
+// What is refused uses no wire: on a slow one too it fails at once, as long as it may claim to be.
+void test_refused_at_once() {
+  SoftHcaOptions soft;
+  soft.gbps = 0.001;
+  auto provider = provider_of(soft);
+  SoftPort a(provider.get(), "soft0", 1024), b(provider.get(), "soft0", 1024);
+  ibv_qp *qa = a.make_qp(16), *qb = b.make_qp(16);
+  connect_both(provider.get(), a, qa, b, qb);
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT(post(qa, IBV_WR_RDMA_WRITE, 1, a.address(), a.key(), 0x7fffffff, b.address(), b.key(),
+              0) == 0,
+         "too long");
+  ibv_wc wc{};
+  while (ibv_poll_cq(qa->send_cq, 1, &wc) == 0) {
+    EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10),
+           "still not refused");
+    std::this_thread::yield();
+  }
+  EXPECT(wc.status == IBV_WC_LOC_LEN_ERR && wc.vendor_err == softhca::kTooLong, "%d", wc.status);
+}
+
+// Records that were seen early, all of it done; then one doorbell for all, and the last one again,
+// which is older than the queue is deep. Nothing is wrong with the one who posts.
+void test_old_doorbell() {
+  SoftHcaOptions soft;
+  soft.faults = "early_fetch; duplicate_doorbell";
+  auto provider = provider_of(soft);
+  SoftPort a(provider.get(), "soft0", 1024), b(provider.get(), "soft0", 1024);
+  ibv_qp *qa = a.make_qp(4), *qb = b.make_qp(4);
+  connect_both(provider.get(), a, qa, b, qb);
+  const mlx5::Rings rings = rings_of(provider.get(), qa);
+  using Memory = mlx5::HostMemory;
+  auto* const record = reinterpret_cast<uint32_t*>(rings.sq_record);
+  auto* const doorbell = reinterpret_cast<uint64_t*>(rings.doorbell);
+  mlx5::Numbers numbers{};
+  for (uint64_t next = 4; next <= 32; next += 4) {
+    for (uint64_t n = next - 4; n < next; ++n) {
+      mlx5::Queue<Memory>::set(rings, n, mlx5::nop(uint16_t(n), rings.qpn, mlx5::kSignalled));
+    }
+    Memory::fence();
+    if (next % 16 == 4) {
+      Memory::tell(record, mlx5::record_value(next), doorbell,
+                   mlx5::doorbell_value(next, rings.qpn));
+    } else {
+      Memory::set_record(record, mlx5::record_value(next));
+    }
+    while (numbers.done < next && !numbers.failed) {
+      mlx5::Queue<Memory>::poll(rings, &numbers, 16);
+      std::this_thread::yield();
+    }
+    EXPECT(!numbers.failed, "after %d: %s", int(next), provider->explain(qa).c_str());
+  }
+}
+
+// A model without memory is a dead port that says why, not the end of the process.
+void test_no_memory() {
+  SoftHcaOptions soft;
+  soft.faults = "early_read";
+  auto provider = provider_of(soft);
+  SoftPort a(provider.get(), "soft0", 1 << 14), b(provider.get(), "soft1", 1 << 14);
+  ibv_qp *qa = a.make_qp(16), *qb = b.make_qp(16);
+  connect_both(provider.get(), a, qa, b, qb);
+  constexpr uint32_t kBytes = 77777;
+  refused_bytes = kBytes;
+  EXPECT(post(qa, IBV_WR_RDMA_WRITE, 1, a.address(), a.key(), kBytes, b.address(), b.key(),
+              IBV_SEND_SIGNALED) == 0,
+         "write");
+  while (provider->explain(qa).empty()) std::this_thread::yield();
+  refused_bytes = 0;
+  EXPECT(provider->explain(qa).find("memory") != std::string::npos, "%s",
+         provider->explain(qa).c_str());
+  ibv_qp_attr attr{};
+  ibv_qp_init_attr init{};
+  EXPECT(provider->query_qp(qa, &attr, IBV_QP_STATE, &init) == 0 && attr.qp_state == IBV_QPS_ERR,
+         "state %d", int(attr.qp_state));
+  ibv_wc wc{};
+  EXPECT(ibv_poll_cq(qa->send_cq, 1, &wc) == 0, "a completion");
+}
+
+// Any one piece of memory that is not to be had while ports are set up: a refusal, nothing left
+// over.
+void test_setup_without_memory() {
+  std::vector<uint64_t> heap(64);
+  for (int64_t pieces = 0;; ++pieces) {
+    auto provider = provider_of({});
+    pieces_left = pieces;
+    ibv_context* const context = provider->open_device("soft0");
+    ibv_pd* const pd = context ? provider->alloc_pd(context) : nullptr;
+    ibv_mr* const mr = pd ? provider->reg_mr(pd, heap.data(), 512, kAllAccess) : nullptr;
+    ibv_cq* const cq = mr ? provider->create_cq(context, 8) : nullptr;
+    ibv_qp_init_attr init{};
+    init.qp_type = IBV_QPT_RC;
+    init.send_cq = init.recv_cq = cq;
+    init.cap.max_send_wr = 8;
+    init.cap.max_send_sge = 1;
+    ibv_qp* const qp = cq ? provider->create_qp(pd, &init) : nullptr;
+    ibv_qp_attr attr{};
+    attr.port_num = 1;
+    attr.ah_attr.is_global = 1;
+    attr.qp_state = IBV_QPS_INIT;
+    int why = qp ? provider->modify_qp(qp, &attr, -1) : 0;
+    attr.qp_state = IBV_QPS_RTR;
+    if (qp && !why) why = provider->modify_qp(qp, &attr, -1);
+    const bool whole = pieces_left > 0;
+    pieces_left = -1;
+    EXPECT(why == 0 || why == ENOMEM, "modify_qp: %d", why);
+    if (qp) EXPECT(provider->destroy_qp(qp) == 0, "destroy_qp after %d pieces", int(pieces));
+    if (cq) EXPECT(provider->destroy_cq(cq) == 0, "destroy_cq after %d pieces", int(pieces));
+    if (mr) EXPECT(provider->dereg_mr(mr) == 0, "dereg_mr");
+    if (pd) EXPECT(provider->dealloc_pd(pd) == 0, "dealloc_pd");
+    if (context) EXPECT(provider->close_device(context) == 0, "close_device");
+    if (whole) break;
   }
 }
 
@@ -713,6 +829,10 @@ int run(int argc, char** argv) {
   const std::pair<const char*, std::function<void()>> tests[] = {
       {"verbs", test_verbs},
       {"refusals", test_refusals},
+      {"refused_at_once", test_refused_at_once},
+      {"old_doorbell", test_old_doorbell},
+      {"no_memory", test_no_memory},
+      {"setup_without_memory", test_setup_without_memory},
       {"remote_memory", test_remote_memory},
       {"fault_plans", test_fault_plans},
       {"wraps", test_wraps},
