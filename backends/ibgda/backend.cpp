@@ -187,8 +187,14 @@ void Ibgda::lose(Lane& lane, const mlx5::Failure& why) noexcept {
     if (why.syndrome == Lane::kStalled) {
       const Status text = error(Code::kPeerLost, queue.peer,
                                 "%s: a thread took work request %u or one before it and did not "
-                                "build it within %g s",
+                                "post it within %g s",
                                 which.c_str(), why.index, timeout_s());
+      note_lost(queue.peer, text.text);
+      return text;
+    }
+    if (why.syndrome == Lane::kNoMemory) {
+      const Status text = error(Code::kPeerLost, queue.peer,
+                                "%s: no memory for the sum of a signal", which.c_str());
       note_lost(queue.peer, text.text);
       return text;
     }

@@ -1,6 +1,7 @@
 #include "ibgda/lane.hpp"
 
 #include <algorithm>
+#include <new>
 
 namespace epcomm::ibgda {
 namespace {
@@ -87,10 +88,14 @@ uint64_t Lane::room_at() const noexcept {
 
 uint64_t Lane::all_done_at() const noexcept {
   const auto lock = locked();
-  return shared_ ? HostMemory::acquire(&halves_[0].numbers.ready) : next_;
+  const mlx5::Numbers& numbers = halves_[0].numbers;
+  // Of a failed lane something will never be done, whether it was posted or swallowed.
+  if (failed()) return 1 + (shared_ ? HostMemory::load(&numbers.reserved) : next_);
+  return shared_ ? HostMemory::acquire(&numbers.ready) : next_;
 }
 
 bool Lane::idle() const noexcept {
+  if (failed()) return false;  // somebody has to say so
   const auto lock = locked();
   if (moving()) return false;
   const mlx5::Numbers& numbers = half().numbers;
@@ -117,6 +122,23 @@ bool Lane::post_alone(const Op& op) noexcept {
   return true;
 }
 
+void Lane::fail(const mlx5::Failure& why) noexcept {
+  uint64_t* const word = spared_ ? &failed_ : &halves_[0].numbers.failed;
+  uint64_t none = 0;  // the first reason stays
+  __atomic_compare_exchange_n(word, &none, mlx5::failed_value(why), false, __ATOMIC_RELEASE,
+                              __ATOMIC_RELAXED);
+}
+
+// What this word holds once `add` was added, by the one who may build now.
+Lane::Op Lane::sum(uint64_t word, uint64_t add) noexcept {
+  try {
+    return {Op::kSum, true, 8, word, sums_[word] += add};
+  } catch (const std::bad_alloc&) {
+    fail({kNoMemory, 0, 0});
+    return {};  // instead of it
+  }
+}
+
 // One work request by any thread: a number that has room; whoever got one builds and commits. Who
 // has a number holds up all others, so it waits for no completion, only for those who run too.
 template <class Make>
@@ -131,23 +153,22 @@ bool Lane::post_shared(Make&& make) noexcept {
       return false;
     }
   }
-  // Sums of words must be in the order of the ring: without atomics the turn comes first.
-  if (adds()) MlxQueue::set(rings, number, block(make(), number));
-  if (!MlxQueue::is_next(numbers, number)) {
-    const int64_t end = common::now_ns() + turn_ns_;
-    while (!MlxQueue::is_next(numbers, number)) {
-      if (failed()) return true;
-      if (common::now_ns() > end) {
-        const mlx5::Failure why{kStalled, 0, uint16_t(number)};
-        HostMemory::store(&numbers->failed, mlx5::failed_value(why));
-        return true;
-      }
+  int64_t end = 0;
+  const auto in_turn = [&](auto&& done) {  // of threads that may have stopped
+    while (!done()) {
+      if (end == 0) end = common::now_ns() + turn_ns_;
+      if (common::now_ns() > end) fail({kStalled, 0, uint16_t(number)});
+      if (failed()) return false;
       HostMemory::pause();
     }
-  }
+    return true;
+  };
+  // Sums of words must be in the order of the ring: without atomics the turn comes first.
+  if (adds()) MlxQueue::set(rings, number, block(make(), number));
+  if (!in_turn([&] { return MlxQueue::is_next(numbers, number); })) return true;
   if (!adds()) MlxQueue::set(rings, number, block(make(), number));
   MlxQueue::commit(numbers, number, 1);
-  MlxQueue::ring_ready(rings, numbers);
+  if (!in_turn([&] { return MlxQueue::ring_ready(rings, numbers); })) return true;
   Counters::add(counters_.doorbells);
   Counters::add(counters_.requests);
   last_post_ns_.store(common::now_ns(), std::memory_order_relaxed);
@@ -184,10 +205,7 @@ bool Lane::put(uint64_t dst, uint64_t src, uint32_t bytes) noexcept {
 
 bool Lane::signal(uint64_t word, uint64_t add) noexcept {
   if (failed()) return true;
-  const auto make = [&] {
-    return adds() ? Op{Op::kAdd, true, 8, word, add}
-                  : Op{Op::kSum, true, 8, word, sums_[word] += add};
-  };
+  const auto make = [&] { return adds() ? Op{Op::kAdd, true, 8, word, add} : sum(word, add); };
   if (shared_) return post_shared(make);
   const auto lock = locked();
   if (!has_room()) return false;
@@ -240,7 +258,7 @@ void Lane::poll_spared() noexcept {
   };
   const auto failed = [](const Half& half) { return HostMemory::load(&half.numbers.failed) != 0; };
   const auto fail = [&](const Half& half) {
-    HostMemory::store(&failed_, HostMemory::load(&half.numbers.failed));
+    this->fail(mlx5::failure(HostMemory::load(&half.numbers.failed)));
   };
   if (HostMemory::load(&failed_) != 0) return;
   Half& half = this->half();
@@ -259,7 +277,11 @@ void Lane::poll_spared() noexcept {
       if (take(half) == 0) return;
       if (failed(half)) return fail(half);
       if (HostMemory::load(&half.numbers.done) < reads_) return;
-      found_[reading_] = HostMemory::take(reinterpret_cast<uint64_t*>(half.pair.read_into));
+      try {
+        found_[reading_] = HostMemory::take(reinterpret_cast<uint64_t*>(half.pair.read_into));
+      } catch (const std::bad_alloc&) {
+        return this->fail({kNoMemory, 0, 0});
+      }
       return read_next();
     default:
       if (take(half) == 0) return;

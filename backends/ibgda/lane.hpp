@@ -65,8 +65,9 @@ class Lane {
     int64_t settle_ns = 0;  // what the first queue pair sent may be on its way for so long
     int64_t turn_ns = 0;    // how long a thread waits for those that took a number before it
   };
-  // The syndrome of a lane where one of them never came.
+  // Syndromes of a lane where one of them never came, or that has no memory for a signal's sum.
   static constexpr uint8_t kStalled = 0xfe;
+  static constexpr uint8_t kNoMemory = 0xfd;
 
   explicit Lane(const Setup& setup);
 
@@ -134,6 +135,8 @@ class Lane {
   }
   mlx5::Block block(const Op& op, uint64_t wire) const noexcept;
   void set(const Op& op) noexcept;
+  void fail(const mlx5::Failure& why) noexcept;
+  Op sum(uint64_t word, uint64_t add) noexcept;
   bool post_alone(const Op& op) noexcept;
   template <class Make>
   bool post_shared(Make&& make) noexcept;

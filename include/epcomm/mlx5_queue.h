@@ -127,16 +127,12 @@ struct Queue {
     M::store(&numbers->ready, begin + count);
   }
 
-  // The NIC is told of all that is ready, by this thread or by one that rings after now. Never
-  // backwards: the lock orders record and doorbell of those who ring.
-  static EPCOMM_HD void ring_ready(const Rings& rings, Numbers* numbers) {
-    while (true) {
-      const uint64_t ready = M::acquire(&numbers->ready);
-      if (M::acquire(&numbers->rung) >= ready) return;
-      if (!M::exchange(&numbers->ring_lock, 0, 1)) {
-        M::pause();  // not gone yet: whoever holds the lock may have looked before our commit
-        continue;
-      }
+  // Whether the NIC has been told of all that is ready, by this thread or by another one. False:
+  // another one is telling it, and may have looked before our commit; come again. Never backwards:
+  // the lock orders record and doorbell of those who ring.
+  static EPCOMM_HD bool ring_ready(const Rings& rings, Numbers* numbers) {
+    while (M::acquire(&numbers->rung) < M::acquire(&numbers->ready)) {
+      if (!M::exchange(&numbers->ring_lock, 0, 1)) return false;
       const uint64_t next = M::acquire(&numbers->ready);
       if (M::load(&numbers->rung) < next) {
         M::fence();  // what others committed was visible before; now also before what follows
@@ -145,6 +141,7 @@ struct Queue {
       }
       M::exchange(&numbers->ring_lock, 1, 0);
     }
+    return true;
   }
 
   // Completions --------------------------------------------------------------------------------

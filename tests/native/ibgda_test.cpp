@@ -3,9 +3,11 @@
 //   ibgda_test [--seed S] [--puts N]
 
 #include <dirent.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -13,6 +15,7 @@
 #include "check.hpp"
 #include "ibgda/factory.hpp"
 #include "put_stress.hpp"
+#include "scarce_memory.hpp"
 
 namespace epcomm::testing {
 namespace {
@@ -48,28 +51,32 @@ struct Setup {
   double timeout_s = 60;
 };
 
+ibgda::Options options_of(const Setup& setup, int rank) {
+  softhca::SoftHcaOptions soft;
+  soft.num_ports = setup.ports;
+  soft.seed = setup.seed;
+  if (rank == 0) soft.faults = setup.faults;
+  ibgda::Options options;
+  EXPECT_OK(softhca::open_provider("soft", soft, &options.rdma.provider));
+  for (int port = 0; port < setup.ports; ++port) {
+    options.rdma.paths.push_back({"soft" + std::to_string(port), 1, 0});
+  }
+  options.rdma.num_ranks = setup.num_ranks;
+  options.rdma.rank = rank;
+  options.rdma.num_channels = setup.num_channels;
+  options.rdma.depth = setup.depth;
+  options.shared = setup.shared;
+  options.failover = setup.failover;
+  return options;
+}
+
 struct Ranks {
   std::vector<std::unique_ptr<ibgda::IbgdaBackend>> backends;
 
   explicit Ranks(const Setup& setup) {
     std::vector<std::string> infos(static_cast<size_t>(setup.num_ranks));
     for (int rank = 0; rank < setup.num_ranks; ++rank) {
-      softhca::SoftHcaOptions soft;
-      soft.num_ports = setup.ports;
-      soft.seed = setup.seed;
-      if (rank == 0) soft.faults = setup.faults;
-      ibgda::Options options;
-      EXPECT_OK(softhca::open_provider("soft", soft, &options.rdma.provider));
-      for (int port = 0; port < setup.ports; ++port) {
-        options.rdma.paths.push_back({"soft" + std::to_string(port), 1, 0});
-      }
-      options.rdma.num_ranks = setup.num_ranks;
-      options.rdma.rank = rank;
-      options.rdma.num_channels = setup.num_channels;
-      options.rdma.depth = setup.depth;
-      options.shared = setup.shared;
-      options.failover = setup.failover;
-      backends.push_back(ibgda::create(options));
+      backends.push_back(ibgda::create(options_of(setup, rank)));
       EXPECT_OK(backends.back()->alloc_heap(setup.heap_bytes));
       EXPECT_OK(backends.back()->export_info(&infos[size_t(rank)]));
     }
@@ -385,6 +392,121 @@ void crowded_silence() {
   ranks.close();
 }
 
+// Signals that replace others are sums. Where there is no memory for one, the peer is lost, with
+// the reason; this process goes on.
+void no_memory() {
+  Setup setup;
+  setup.failover = true;
+  Ranks ranks(setup);
+  EXPECT_OK(ranks[0].put_signal(1, 0, 16384, 16384, 64, kWords, 1));
+  EXPECT_OK(ranks[0].quiet(1, 0, spec()));
+  refused_bytes_here = sizeof(std::pair<void*, std::pair<uint64_t, uint64_t>>);  // a node of a map
+  const Status posted = ranks[0].signal(1, 0, kWords + kSignalStride, 1);
+  refused_bytes_here = 0;
+  EXPECT_OK(posted);
+  for (const Status& lost : {ranks[0].quiet(1, 0, spec()), ranks[0].wait(1, kWords, 1, spec())}) {
+    EXPECT(lost.code == Code::kPeerLost && lost.peer == 1 &&
+               lost.text.find("no memory") != std::string::npos,
+           "code %d: %s", int(lost.code), lost.text.c_str());
+  }
+  EXPECT_OK(ranks[1].wait(0, kWords, 1, spec()));
+  const auto* const word =
+      reinterpret_cast<const uint64_t*>(ranks[1].heap() + kWords + kSignalStride);
+  EXPECT(__atomic_load_n(word, __ATOMIC_ACQUIRE) == 0, "a signal without its sum was sent");
+  ranks.close();
+}
+
+// Any one piece of memory that is not to be had while a rank is set up: an error, nothing left
+// over.
+void setup_without_memory() {
+  bool whole = false;
+  for (int64_t pieces = 0; !whole; ++pieces) {
+    Setup setup;
+    setup.failover = pieces % 2 != 0;
+    const ibgda::Options options = options_of(setup, 0);
+    std::string info;
+    pieces_left = pieces;
+    const auto backend = ibgda::create(options);
+    Status made = backend ? backend->alloc_heap(1 << 16) : Status{};
+    if (backend && made.ok()) made = backend->export_info(&info);
+    whole = pieces_left > 0;
+    pieces_left = -1;
+    if (!backend) continue;
+    // What is read from /proc is only a hint: it may do without.
+    EXPECT(made.ok() || made.code == Code::kOutOfMemory, "after %d: code %d: %s", int(pieces),
+           int(made.code), made.text.c_str());
+    EXPECT_OK(backend->close());
+  }
+  whole = false;
+  for (int64_t pieces = 0; !whole; pieces += 5) {
+    std::unique_ptr<ibgda::IbgdaBackend> backends[2];
+    std::vector<std::string> infos(2);
+    for (int rank = 0; rank < 2; ++rank) {
+      backends[rank] = ibgda::create(options_of({}, rank));
+      EXPECT_OK(backends[rank]->alloc_heap(1 << 16));
+      EXPECT_OK(backends[rank]->export_info(&infos[size_t(rank)]));
+    }
+    run_ranks(2, [&](int rank) {
+      Backend& backend = *backends[rank];
+      if (rank == 0) pieces_left = pieces;
+      const Status connected = backend.connect(rank, infos, kState, 5);
+      if (rank != 0) return;
+      whole = pieces_left > 0;
+      pieces_left = -1;
+      EXPECT(!whole || connected.ok(), "after %d: %s", int(pieces), connected.text.c_str());
+    });
+    for (const auto& backend : backends) EXPECT_OK(backend->close());
+  }
+}
+
+// One of many threads stops in the middle of posting: with a number taken, or while it tells the
+// NIC. The others' work is not called done, and nobody waits for it longer than the deadline.
+void stopped_thread() {
+#ifndef __SANITIZE_THREAD__  // which puts signals off until a thread is in the middle of nothing
+  static std::atomic<bool> stopped, go_on;
+  struct sigaction action{};
+  action.sa_handler = [](int) {
+    stopped = true;
+    while (!go_on) sched_yield();
+  };
+  EXPECT(sigaction(SIGUSR1, &action, nullptr) == 0, "sigaction");
+  const auto start = Clock::now();
+  int lost = 0;
+  while (lost < 4 && seconds_since(start) < 60) {  // where it stops is chance
+    stopped = go_on = false;
+    Setup setup;
+    setup.shared = true;
+    setup.timeout_s = 0.1;
+    Ranks ranks(setup);
+    std::atomic<bool> end{false};
+    std::thread other([&] {
+      while (!end && ranks[0].signal(1, 0, kWords, 1).ok()) {
+      }
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    pthread_kill(other.native_handle(), SIGUSR1);
+    while (!stopped) sched_yield();
+    (void)ranks[0].quiet(1, 0, spec(0.05));  // completions of what was there before are taken
+    const Status posted = ranks[0].signal(1, 0, kWords + kSignalStride, 1);
+    const Status done = ranks[0].quiet(1, 0, spec(2));
+    if (!posted.ok()) {  // nobody else takes completions while it does
+      EXPECT(posted.code == Code::kTimeout, "code %d: %s", int(posted.code), posted.text.c_str());
+    } else if (done.ok()) {
+      EXPECT_OK(ranks[1].wait(0, kWords + kSignalStride, 1, spec(2)));
+    } else {
+      ++lost;
+      EXPECT(done.code == Code::kPeerLost && done.peer == 1 &&
+                 done.text.find("did not post it within 0.1 s") != std::string::npos,
+             "code %d: %s", int(done.code), done.text.c_str());
+    }
+    end = go_on = true;
+    other.join();
+    ranks.close();
+  }
+  EXPECT(lost > 0, "it never stopped in the middle");
+#endif
+}
+
 }  // namespace
 }  // namespace epcomm::testing
 
@@ -428,6 +550,9 @@ int main(int argc, char** argv) {
   }
   others_move();
   crowded_silence();
+  no_memory();
+  setup_without_memory();
+  stopped_thread();
   EXPECT(open_files() == files, "descriptors are left");
   std::printf("ibgda_test: ok\n");
   return 0;

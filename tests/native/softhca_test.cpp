@@ -491,7 +491,7 @@ class StreamRun {
       if (stream_.shared) {
         if (!wait([&] { return Q::is_next(numbers_.get(), base); })) return;
         Q::commit(numbers_.get(), base, 2);
-        Q::ring_ready(rings_, numbers_.get());
+        if (!wait([&] { return Q::ring_ready(rings_, numbers_.get()); })) return;
       } else {
         next_ += 2;
         mlx5::Rings rings = rings_;

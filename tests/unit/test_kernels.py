@@ -108,7 +108,7 @@ extern "C" __global__ void epcomm_one(P::Ctx ctx, int peer, epcomm::uint64_t* ou
   Q::set(queue->rings, number, epcomm::mlx5::write_inline(number, queue->rings.qpn, 0, {64, 7}, bytes, 3));
   while (!Q::is_next(&queue->numbers, number)) epcomm::device::GpuMemory::pause();
   Q::commit(&queue->numbers, number, 1);
-  Q::ring_ready(queue->rings, &queue->numbers);
+  while (!Q::ring_ready(queue->rings, &queue->numbers)) {}
 #endif
 }
 """
