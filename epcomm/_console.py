@@ -1,12 +1,64 @@
-"""Tables and progress bars for the command line: rich where it is installed, plain text where it is not."""
+"""Tables and progress bars for the command line, and arguments that are checked before hours of work.
 
+rich where it is installed, plain text where it is not.
+"""
+
+import argparse
+import importlib.util
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from epcomm._bootstrap import launcher
+from epcomm.errors import InvalidArgumentError
+
+_PICTURES = (".png", ".svg", ".pdf")
 # Piped output has no width of its own; rich would assume 80 columns and fold tables that a log can show whole.
 _PIPED_WIDTH = 132
+
+
+def seconds(text: str) -> float:
+    """An argument: a deadline in seconds."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, more than 0 and at most 1000000")
+    return number
+
+
+def output_file(text: str) -> str:
+    """An argument: a file that can be written."""
+    if not _writes():
+        return text
+    folder = os.path.dirname(text) or "."
+    if not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {folder!r}")
+    if os.path.isdir(text) or not os.access(text if os.path.exists(text) else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}: it cannot be written")
+    return text
+
+
+def picture_file(text: str) -> str:
+    """An argument: a picture that can be drawn and written."""
+    if not text.lower().endswith(_PICTURES):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a name that ends in {', '.join(_PICTURES)}")
+    if _writes() and importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("matplotlib draws it and is not installed")
+    return output_file(text)
+
+
+def _writes() -> bool:
+    """Of a launcher's ranks only the first one does; the others' hosts need not have the folder."""
+    try:
+        found = launcher.find()
+    except InvalidArgumentError:  # told where the ranks meet
+        return False
+    return found is None or found.rank == 0
 
 
 def print_table(

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from epcomm import _launch, config
+from epcomm import _console, _launch, config
 from epcomm._registry import BACKENDS, CONTROL_PATHS
 from epcomm.errors import EpcommError
 
@@ -94,9 +94,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=2048, help="row width in bfloat16 (default 2048)")
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline of each step (default 120)")
-    parser.add_argument("--json", metavar="FILE", help="write the report with all samples")
-    parser.add_argument("--plot", metavar="FILE", help="draw it (matplotlib; .png, .svg, .pdf)")
+    parser.add_argument("--timeout-s", type=_console.seconds, default=120.0, help="deadline of each step (default 120)")
+    parser.add_argument("--json", type=_console.output_file, metavar="FILE", help="write the report with all samples")
+    parser.add_argument("--plot", type=_console.picture_file, metavar="FILE",
+                        help="draw it (matplotlib; .png, .svg, .pdf)")
     arguments = parser.parse_args(argv)
     for name, low, high in (("ranks", 2, 1024), ("repeat", 1, 10_000), ("messages", 1, 10_000_000),
                             ("tokens", 0, 1 << 20), ("hidden", 1, 1 << 20), ("experts", 1, 1 << 16),

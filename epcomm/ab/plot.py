@@ -24,7 +24,10 @@ def draw(report: dict[str, Any], path: str) -> None:
     _bars(figure.add_subplot(grid[1, 0]), rows, names)
     _cpu(figure.add_subplot(grid[1, 1]), rows, names)
     _ratios(figure.add_subplot(grid[:, 2]), rows, names)
-    note = "  (software HCA: control path only, not a network result)" if report["provider"] == "soft" else ""
+    note = ""
+    if report["provider_note"]:
+        both = "control path only, " if report["provider"] == "soft" else ""
+        note = f"  (software HCA: {both}not a network result)"
     figure.suptitle(f"{names[0]} against {names[1]}, everything else equal: {report['num_ranks']} ranks, "
                     f"{report['repeat']} interleaved repeats, provider {report['provider']}{note}", fontsize=12)
     figure.savefig(path, dpi=140)

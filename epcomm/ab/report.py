@@ -26,10 +26,19 @@ DEFINITIONS = {
 }
 MODEL = (
     "provider: the software HCA. This is not a network result. The model executes the work requests, doorbells and "
-    "completions that hardware would get, with threads of this host that copy memory. Both sides use the same model, "
-    "so their difference is the control path: who builds work requests, who rings, who polls. Not modelled: PCIe "
-    "latency of doorbells and fetches, a NIC's own message rate, wires, switches, congestion, GPUs."
+    "completions that hardware would get, with threads of this host that copy memory. Not modelled: PCIe latency of "
+    "doorbells and fetches, a NIC's own message rate, wires, switches, congestion, GPUs. "
 )
+BOTH_MODELS = ("Both sides use the same model, so their difference is the control path: who builds work requests, who "
+               "rings, who polls.")
+ONE_MODEL = "One side uses it and the other does not, so their difference is not that of two control paths alone."
+
+
+def model_note(provider: str) -> str | None:
+    """What every output must say if a side's NICs are the software HCA; ``None`` else."""
+    if "soft" not in provider.split(" / "):
+        return None
+    return MODEL + (BOTH_MODELS if provider == "soft" else ONE_MODEL)
 
 
 def build(measured: Measured, sides: list[dict[str, Any]], settings: dict[str, Any], repeat: int,
@@ -48,7 +57,7 @@ def build(measured: Measured, sides: list[dict[str, Any]], settings: dict[str, A
         "a": sides[0],
         "b": sides[1],
         "provider": provider,
-        "provider_note": MODEL if provider == "soft" else None,
+        "provider_note": model_note(provider),
         "num_ranks": measured.num_ranks,
         "repeat": repeat,
         "shape": settings["shape"],

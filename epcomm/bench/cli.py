@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from epcomm import _launch
+from epcomm import _console, _launch
 from epcomm._bootstrap import launcher
 from epcomm.errors import EpcommError
 
@@ -140,9 +140,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-transport", action="store_true",
                         help="leave out puts, signals and streams between ranks 0 and 1")
     parser.add_argument("--seed", type=int, default=1, help="of the routing (default 1)")
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline of each step (default 120)")
-    parser.add_argument("--json", metavar="FILE", help="write the report with all samples")
-    parser.add_argument("--plot", metavar="FILE",
+    parser.add_argument("--timeout-s", type=_console.seconds, default=120.0, help="deadline of each step (default 120)")
+    parser.add_argument("--json", type=_console.output_file, metavar="FILE", help="write the report with all samples")
+    parser.add_argument("--plot", type=_console.picture_file, metavar="FILE",
                         help="draw bars against the floor, on GPUs times and shares of the floor over ranks and "
                              "multiprocessors (matplotlib; .png, .svg, .pdf)")
     parser.add_argument("--read", type=_files, metavar="FILE[,FILE]", default=(),

@@ -35,7 +35,7 @@ def draw(report: dict[str, Any], path: str) -> None:
     axes[-1].set_xlabel("milliseconds, median of the slowest rank (whisker: p95); dashed: memory-copy floor")
     figure.suptitle(f"{report['num_ranks']} ranks x {shape['tokens']} tokens x {shape['hidden']} {shape['dtype']}, "
                     f"top-{shape['topk']} of {shape['experts']}, {shape['layout']} layout, {report['backend']}, "
-                    f"{report['repeat']} repeats", fontsize=10)
+                    f"{report['repeat']} repeats" + (f"\n{report['model']}" if report["model"] else ""), fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import epcomm.torch
-from epcomm import _console, _launch, bootstrap, config
+from epcomm import _console, _launch, _nics, bootstrap, config
 from epcomm._launch import Place
 from epcomm.examples import _moe
 from epcomm.ops import expert_owners
@@ -205,6 +205,7 @@ def main(arguments: argparse.Namespace) -> int:
         report = _train(ranks, Run(images, labels, whole), experts)
     if ranks.speaks:
         report["layout"] = arguments.layout
+        report["model"] = _nics.model_note(report["ranks"][0]["backend"])
         _show(report)
         if arguments.json:
             with open(arguments.json, "w", encoding="utf-8") as file:
@@ -262,6 +263,8 @@ def _show(report: dict[str, Any]) -> None:
           _console.human_bytes(rank["bytes_sent"])) for rank in ranks],
         right=range(2, 5),
     )
+    if report["model"]:
+        print(f"backend {ranks[0]['backend']} {report['model']}")
     losses = report["losses"]
     print(f"{len(losses)} steps of {BATCH} images: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     print(f"{report['accuracy']:.1%} of {NUM_TEST} test images right (one process: "

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from epcomm import _console, _launch
+from epcomm import _console, _launch, _nics
 from epcomm.errors import EpcommError
 from epcomm.examples import _moe
 
@@ -63,10 +63,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", choices=("rank", "expert"), default="expert", help="layout of received rows")
     parser.add_argument("--backend", help="backend by name; default: EPCOMM_BACKEND, else the first that works")
     parser.add_argument("--repeat", type=_count, default=20, help="how often all images travel (default 20)")
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="deadline of each step (default 60)")
-    parser.add_argument("--json", metavar="FILE", help="write the report to a file too")
+    parser.add_argument("--timeout-s", type=_console.seconds, default=60.0, help="deadline of each step (default 60)")
+    parser.add_argument("--json", type=_console.output_file, metavar="FILE", help="write the report to a file too")
     parser.add_argument("--train", action="store_true", help="train a classifier instead (needs torch)")
-    parser.add_argument("--plot", metavar="FILE", help="with --train: draw the losses (needs matplotlib)")
+    parser.add_argument("--plot", type=_console.picture_file, metavar="FILE",
+                        help="with --train: draw the losses (needs matplotlib)")
     arguments = parser.parse_args(argv)
     if arguments.plot and not arguments.train:
         parser.error("--plot draws the losses of --train")
@@ -109,6 +110,7 @@ def _report(layout: str, described: list[Any], trials: list[list[Any]]) -> dict[
         })
     return {
         "layout": layout,
+        "model": _nics.model_note(ranks[0]["backend"]),
         "repeat": len(trials),
         "images": sum(rank["images"] for rank in ranks),
         "ranks": ranks,
@@ -136,6 +138,8 @@ def _show(report: dict[str, Any]) -> None:
          for rank in ranks],
         right=range(1, 7),
     )
+    if report["model"]:
+        print(f"backend {ranks[0]['backend']} {report['model']}")
     if report["same_bits"]:
         print(f"{report['images']:,} images: the same bits as one process, {report['repeat']} times")
     else:

@@ -124,6 +124,19 @@ def test_picture(tmp_path):
     assert file.stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("model", [None, "over the software HCA, which is not a network"])
+def test_picture_says_what_is_a_model(tmp_path, model):
+    matplotlib = pytest.importorskip("matplotlib")
+    from epcomm.bench import plot
+
+    numbers = {"median_s": 1e-3, "p95_s": 2e-3}
+    told = {"shape": shape().as_dict(), "num_ranks": 2, "backend": "ibgda", "repeat": 1, "model": model, "operations": {
+        name: {"cases": {"floor": numbers, "epcomm": numbers}} for name in ("dispatch", "combine", "combine_buffer")}}
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        plot.draw(told, str(tmp_path / "bars.svg"))
+    assert ("not a network" in (tmp_path / "bars.svg").read_text()) == (model is not None)
+
+
 @pytest.mark.parametrize("arguments", [["--tokens", "-1"], ["--topk", "11", "--experts", "10"], ["--mode", "infer"],
                                        ["--mode", "decode", "--tokens", "129"], ["--baselines", "carrier-pigeon"],
                                        ["--dtype", "float64"], ["--ranks", "two"], ["--ranks", "2,4"],

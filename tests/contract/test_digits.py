@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("sklearn")
 
 from epcomm import _launch, config
+from epcomm._registry import BACKENDS
 from epcomm.examples import _moe, digits
 
 TAMPERED = """
@@ -69,6 +70,10 @@ def test_same_bits_as_one_process(tmp_path, capsys, backend, ranks, layout):
     assert sorted(number for rank in report["ranks"] for number in rank["experts"]) == list(range(8))
     assert sum(sum(rank["picks"]) for rank in report["ranks"]) == 2 * 1797
     assert {rank["backend"] for rank in report["ranks"]} == {backend}
+    is_model = config.get("EPCOMM_IB_PROVIDER") == "soft" and any(
+        row.name == backend and row.needs_nics for row in BACKENDS)
+    for told in (out, report["model"] or ""):
+        assert ("is not a network" in told) == is_model
     if layout == "expert":
         assert sum(rank["rows_received"] for rank in report["ranks"]) == 2 * 1797
 

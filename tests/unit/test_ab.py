@@ -78,23 +78,28 @@ SIDES = [{"backend": "ibrc", "environment": {}}, {"backend": "ibgda", "environme
 
 
 @pytest.mark.parametrize("repeat", [20, 3])
-@pytest.mark.parametrize("provider", ["soft", "verbs"])
+@pytest.mark.parametrize("provider", ["soft", "verbs", "memory / soft"])
 def test_report(capsys, tmp_path, repeat, provider):
     told = report.build(made(repeat), SIDES, {"shape": {}}, repeat, provider)
     json.dumps(told)
     report.show(told)
     out = capsys.readouterr().out
-    assert ("not a network result" in out.lower()) == (provider == "soft")
+    assert ("not a network result" in out) == ("soft" in provider)
+    assert ("not a network result" in (told["provider_note"] or "")) == ("soft" in provider)
+    assert ("Both sides use the same model" in out) == (provider == "soft")
     assert ("A faster" in out) == (repeat >= 20)
     assert ("no verdicts: 3 repeat(s)" in out) == (repeat < 20)
     assert "epcomm-proxy" in out and "EPCOMM_TIMEOUT_S=5" in out
     for name in report.DEFINITIONS:
         assert name in out
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
     from epcomm.ab import plot
 
     plot.draw(told, str(tmp_path / "ab.png"))
     assert (tmp_path / "ab.png").stat().st_size > 20_000
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        plot.draw(told, str(tmp_path / "ab.svg"))
+    assert ("not a network result" in (tmp_path / "ab.svg").read_text()) == ("soft" in provider)
 
 
 @pytest.mark.parametrize(("line", "word"), [
