@@ -46,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from epcomm import _info
 
     if arguments.plan:
+        from epcomm import config
         from epcomm.errors import EpcommError
 
+        config.warn_of_unknown()
         try:
             print(_info.plan(arguments.ranks, arguments.channels, arguments.json), end="")
         except EpcommError as error:

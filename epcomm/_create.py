@@ -348,6 +348,7 @@ def _compare(told: list[dict[str, Any]]) -> None:
 def create(group_like: Any, given: dict[str, Any]) -> Made:
     """Everything of ``Communicator.__init__``. Collective."""
     _set_log_level()
+    config.warn_of_unknown()
     failure: Exception | None = None
     made: dict[str, Any] = {}
     device = "cpu"

@@ -53,6 +53,7 @@ def collect() -> dict[str, Any]:
         "rdma": _info_rdma.collect(),
         "limits": dict(LIMITS),
         "environment": environment(),
+        "unknown_variables": config.unknown(),
         "packages": {name: _version_of(names) for name, names in OPTIONAL_PACKAGES.items()},
     }
 
@@ -80,6 +81,9 @@ def as_text() -> str:
     variables = [(name, row["error"] or _value(name, row["value"]), "set" if row["set"] else "default", row["help"])
                  for name, row in info["environment"].items()]
     _console.print_table("environment variables", ("variable", "in effect", "from", "meaning"), variables, file=out)
+    if info["unknown_variables"]:
+        _console.print_table("variables without effect", ("variable", "why"), list(info["unknown_variables"].items()),
+                             file=out)
     _console.print_table("packages", ("package", "version"),
                          [(name, version or "not installed") for name, version in info["packages"].items()], file=out)
     return out.getvalue()

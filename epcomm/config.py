@@ -4,10 +4,13 @@ Each row of :data:`VARIABLES` is one variable with its type, default and help; t
 from these rows and ``python -m epcomm info`` prints them.
 """
 
+import difflib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from epcomm.errors import InvalidArgumentError
@@ -162,6 +165,8 @@ LAUNCHER_VARIABLES = (
     Variable("TORCHELASTIC_RESTART_COUNT", _text, "0", "restarts of the torchrun workers so far"),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES + LAUNCHER_VARIABLES}
+_PREFIX = "EPCOMM_"
+_NO_SETTINGS = ("EPCOMM_BUILD_", "EPCOMM_TEST_")  # of setup.py and of the tests
 
 
 def get(name: str, environ: Mapping[str, str] | None = None) -> Any:
@@ -180,6 +185,41 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> Any:
 def is_set(name: str, environ: Mapping[str, str] | None = None) -> bool:
     """Whether a variable has a value of its own, good or bad."""
     return bool((os.environ if environ is None else environ).get(_BY_NAME[name].name, "").strip())
+
+
+def nearest(name: str) -> str | None:
+    """The variable whose name is most like `name`, None if none is."""
+    given = name.upper().removeprefix(_PREFIX)
+    known = [variable.name.removeprefix(_PREFIX) for variable in VARIABLES]
+    close = difflib.get_close_matches(given, known, n=1, cutoff=0.65)
+    if not close:  # LOG_LEVEL is LOG with more behind it, TC is IB_TC without its family
+        parts = [word for word in known if f"_{word}_" in f"_{given}_" or f"_{given}_" in f"_{word}_"]
+        close = parts if len(parts) == 1 else []
+    return _PREFIX + close[0] if close else None
+
+
+def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Set variables that begin as ours and are none of ours, by name, each with a sentence that says so."""
+    environ = os.environ if environ is None else environ
+    told = {}
+    for name in sorted(environ):
+        if not name.upper().startswith(_PREFIX) or name in _BY_NAME or name.startswith(_NO_SETTINGS):
+            continue
+        near = nearest(name)
+        hint = f"did you mean {near}?" if near else "`python -m epcomm info` lists those there are"
+        told[name] = f"{name} is set, but there is no such variable, so it does nothing; {hint}"
+    return told
+
+
+def warn_of_unknown() -> None:
+    """Log each of :func:`unknown` once in this process: a misspelt name looks like a setting that has no effect."""
+    for text in unknown().values():
+        _warn_once(text)
+
+
+@lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    logging.getLogger("epcomm").warning("%s", text)
 
 
 @contextmanager

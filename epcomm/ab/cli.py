@@ -122,7 +122,11 @@ def _variable(text: str) -> tuple[str, str]:
     name, separator, value = text.partition("=")
     known = {variable.name for variable in config.VARIABLES}
     if not separator or name not in known:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE with one of the variables of `epcomm info`")
+        near = config.nearest(name) if name not in known else None
+        hint = f"; did you mean {near}?" if near else ""
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected NAME=VALUE with one of the variables of `python -m epcomm info`{hint}"
+        )
     return name, value
 
 

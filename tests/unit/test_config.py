@@ -1,5 +1,6 @@
 """Environment variables: each value is checked where it is read, and errors name variable, value and range."""
 
+import logging
 import math
 
 import pytest
@@ -64,3 +65,32 @@ def test_names_are_unique_and_each_row_has_help():
     assert len({row.name for row in rows}) == len(rows)
     assert all(row.help for row in rows)
     assert all(row.name.startswith("EPCOMM_") for row in config.VARIABLES)
+
+
+@pytest.mark.parametrize(("misspelt", "meant"), [
+    ("EPCOMM_BAKCEND", "EPCOMM_BACKEND"), ("EPCOMM_IB_PRVIDER", "EPCOMM_IB_PROVIDER"), ("EPCOMM_HCA", "EPCOMM_IB_HCA"),
+    ("EPCOMM_TIMEOUT", "EPCOMM_TIMEOUT_S"), ("EPCOMM_TC", "EPCOMM_IB_TC"), ("EPCOMM_LOG_LEVEL", "EPCOMM_LOG"),
+    ("EPCOMM_IB_GID", "EPCOMM_IB_GID_INDEX"), ("epcomm_backend", "EPCOMM_BACKEND"), ("EPCOMM_THREADS",
+    "EPCOMM_NUM_THREADS"), ("EPCOMM_IB_FAIL_OVER", "EPCOMM_IB_FAILOVER"), ("EPCOMM_SOFT_HCA_PORTS",
+    "EPCOMM_SOFTHCA_PORTS"), ("EPCOMM_QUITE_ANOTHER_THING", None), ("EPCOMM_", None)])  # fmt: skip
+def test_a_misspelt_variable_is_told_with_the_nearest_name(misspelt, meant):
+    assert config.nearest(misspelt) == meant
+    text = config.unknown({misspelt: "x", "EPCOMM_PORT": "1", "HOME": "/"})[misspelt]
+    assert misspelt in text and (meant or "python -m epcomm info") in text
+
+
+def test_variables_of_others_of_the_build_and_of_the_tests_are_not_told():
+    assert config.unknown({"NCCL_IB_HCA": "x", "EPCOMM_BUILD_FLAGS": "", "EPCOMM_TEST_REQUIRE": "shm", "RANK": "0"}) == {}
+
+
+def test_the_names_of_all_variables_are_known():
+    assert config.unknown({variable.name: "x" for variable in config.VARIABLES}) == {}
+
+
+def test_a_misspelt_variable_is_warned_of_once(monkeypatch, caplog):
+    monkeypatch.setenv("EPCOMM_IB_DETPH", "64")
+    with caplog.at_level(logging.WARNING, logger="epcomm"):
+        config.warn_of_unknown()
+        config.warn_of_unknown()
+    told = [record.getMessage() for record in caplog.records if "EPCOMM_IB_DETPH" in record.getMessage()]
+    assert len(told) == 1 and "did you mean EPCOMM_IB_DEPTH?" in told[0]

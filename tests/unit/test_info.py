@@ -26,7 +26,7 @@ def run(*arguments, **variables):
 def told():
     launchers = {variable.name: None for variable in config.LAUNCHER_VARIABLES}
     done = run("info", "--json", **{**launchers, "LOCAL_RANK": "0"}, EPCOMM_AUTHKEY=SECRET, EPCOMM_PORT="70000",
-               EPCOMM_TIMEOUT_S="7")
+               EPCOMM_TIMEOUT_S="7", EPCOMM_IB_PRVIDER="soft")
     assert done.returncode == 0, done.stderr
     assert SECRET not in done.stdout + done.stderr
     return json.loads(done.stdout)
@@ -58,6 +58,12 @@ def test_environment_is_complete_and_bad_values_are_told(told):
     assert port["value"] is None
     for word in ("EPCOMM_PORT", "70000", "65535"):
         assert word in port["error"]
+
+
+def test_misspelt_variables_are_told(told):
+    assert list(told["unknown_variables"]) == ["EPCOMM_IB_PRVIDER"]
+    assert "EPCOMM_IB_PROVIDER" in told["unknown_variables"]["EPCOMM_IB_PRVIDER"]
+    assert "EPCOMM_IB_PROVIDER?" in run("info", "--plan", EPCOMM_IB_PRVIDER="soft").stderr
 
 
 def test_devices_are_plain_facts(told):
