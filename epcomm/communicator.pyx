@@ -140,23 +140,30 @@ class Communicator:
     backend : str, optional
         Default ``EPCOMM_BACKEND``, else the first that works between all ranks.
     device : str or int, optional
-        ``"cpu"``, an index or ``"cuda:N"``. It fixes the memory kind.
+        ``"cpu"``, an index or ``"cuda:N"``. It fixes the memory kind: arrays of calls must be of it. Default: the
+        current GPU of torch, else of CuPy, where one of them is imported and has one and the backends wanted include
+        one with GPU memory; else ``"cpu"``.
     expert_to_rank : sequence of int [num_experts], optional
         Owner of each expert. Default contiguous; the first ``num_experts % num_ranks`` ranks own one more.
     num_sms : int, optional
-        Host threads of a call on host memory; default all of this rank's.
+        Host threads of a call on host memory (default ``EPCOMM_NUM_THREADS``, else cores / ranks of the job);
+        multiprocessors of one on GPU memory (default 24).
     num_channels : int, optional
-        Independent slices of the work; equal on all ranks.
+        Independent slices of the work, each with queue pairs of its own where NICs are used; equal on all ranks.
+        Default: as many as host threads, and at the least one for each NIC port; one on GPU memory.
     timeout_s : float, optional
         Deadline of each wait in seconds; default ``EPCOMM_TIMEOUT_S``, else 300.
     options : dict, optional
-        ``num_threads`` (int), ``node_id`` (str), ``shm_dir`` (str), ``push_only`` (bool: combine never reads
-        peers' heaps).
+        ``num_threads``, ``node_id``, ``shm_dir`` and ``nvlink_share`` go before the variables of these names
+        (``EPCOMM_NUM_THREADS`` and so on); ``push_only`` (bool: combine never reads peers' heaps), ``spin_us`` and
+        ``use_pidfd`` are for measurements and tests.
 
     Raises
     ------
     InvalidArgumentError
         An argument is out of range, or differs between ranks; raised on every rank with each rank's value.
+    UnsupportedError
+        ``low_latency_max_tokens`` is not 0.
     BackendUnavailableError
         No backend, or not the one asked for, works between all ranks; with each one's reason.
     OutOfMemoryError
@@ -211,6 +218,7 @@ class Communicator:
 
     @property
     def device(self):
+        """``"cpu"`` or ``"cuda:N"``: where arrays of calls must be."""
         return self._made.device
 
     @property
@@ -230,6 +238,7 @@ class Communicator:
 
     @property
     def num_local_experts(self):
+        """Experts of this rank."""
         return self._made.local_experts[self._made.rank]
 
     @property
@@ -361,7 +370,7 @@ class Communicator:
         InvalidArgumentError
             On every rank, naming rank, argument, value and what is allowed; nothing moves.
         UnsupportedError
-            ``copy=False`` with all slots leased.
+            ``copy=False`` with all slots leased; on GPU memory ``layout="expert"`` and ``capacity`` so far.
         CommTimeoutError, PeerLostError
             A peer did not come, or went; the communicator is then broken for good.
         """
@@ -434,9 +443,9 @@ class Communicator:
 
         Returns
         -------
-        numpy array [handle.num_rows, hidden]
-            A lease of the heap; its content is unspecified. Ordinary memory where no slot is free or large enough
-            (counted in ``stats()["combine_buffer_copies"]``).
+        array [handle.num_rows, hidden]
+            Of the kind of the dispatch's ``x``: a lease of the heap; its content is unspecified. Ordinary memory where
+            no slot is free or large enough (counted in ``stats()["combine_buffer_copies"]``).
         """
         with self._call("combine_buffer", collective=False):
             self._check_handle("combine_buffer", handle)
@@ -466,13 +475,13 @@ class Communicator:
     def low_latency_dispatch(self, x, topk_idx, topk_weights=None, *, layout="expert", quantize="fp8",
                              round_scale=False, ue8m0=False, num_sms=None, stream=None, async_op=False,
                              return_recv_hook=False):
-        """Not there yet: raises :class:`UnsupportedError`."""
-        raise UnsupportedError(f"low_latency_dispatch: not on backend {self.backend} yet; use dispatch(capacity=...)")
+        """Not there yet on any backend: raises :class:`UnsupportedError`. Local."""
+        raise UnsupportedError("low_latency_dispatch: not there yet on any backend; use dispatch")
 
     def low_latency_combine(self, x, handle, *, topk_weights=None, exact_order=False, out=None, num_sms=None,
                             stream=None, async_op=False, return_recv_hook=False):
-        """Not there yet: raises :class:`UnsupportedError`."""
-        raise UnsupportedError(f"low_latency_combine: not on backend {self.backend} yet; use combine")
+        """Not there yet on any backend: raises :class:`UnsupportedError`. Local."""
+        raise UnsupportedError("low_latency_combine: not there yet on any backend; use combine")
 
     def check(self):
         """Raise what went wrong since the last call: a bad id in capacity mode, a lost peer. Local."""
