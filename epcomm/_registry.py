@@ -16,6 +16,7 @@ class Backend(NamedTuple):
     needs_cuda: bool = False
     needs_mlx5: bool = False  # of NICs only those; the software HCA is one
     needs_nics: bool = False  # goes through NICs, or the software HCA: _nics.py chooses ports, build links RDMA parts
+    replays: bool = False  # can carry on over another port (EPCOMM_IB_FAILOVER)
     pair: bool = False  # two others, near_far, joined by _pair.pyx: nothing of its own to build
 
 
@@ -27,9 +28,9 @@ BACKENDS = (
     Backend("ibrc", "RDMA between hosts, posted by a proxy thread on behalf of host threads",
             headers=("infiniband/verbs.h",), needs_nics=True),
     Backend("shm_ibgda", "shared memory inside a node, work requests of the computing threads between nodes",
-            needs_mlx5=True, needs_nics=True, pair=True),
+            needs_mlx5=True, needs_nics=True, replays=True, pair=True),
     Backend("ibgda", "RDMA between hosts, work requests built by the threads that compute",
-            headers=("infiniband/verbs.h",), needs_mlx5=True, needs_nics=True),
+            headers=("infiniband/verbs.h",), needs_mlx5=True, needs_nics=True, replays=True),
 )
 
 # What `ab` compares unless it is told otherwise.

@@ -30,14 +30,14 @@ def seconds(name: str, value: Any) -> float:
     return number
 
 
-def _integer(low: int, high: int) -> Callable[[str, Any], int]:
+def _integer(low: int, high: int, what: str = "an integer") -> Callable[[str, Any], int]:
     def parse(name: str, value: Any) -> int:
         try:
             number = int(value)
         except (TypeError, ValueError):
-            raise InvalidArgumentError(f"{name}={value!r}: expected an integer from {low} to {high}") from None
+            raise InvalidArgumentError(f"{name}={value!r}: expected {what} from {low} to {high}") from None
         if not low <= number <= high:
-            raise InvalidArgumentError(f"{name}={value!r}: expected an integer from {low} to {high}")
+            raise InvalidArgumentError(f"{name}={value!r}: expected {what} from {low} to {high}")
         return number
 
     return parse
@@ -104,7 +104,7 @@ VARIABLES = (
     Variable("EPCOMM_PORT", _integer(1, 65535), None, "port of the rendezvous; default `MASTER_PORT`"),
     Variable("EPCOMM_AUTHKEY", _text, None, "secret that joins the ranks of one job (HMAC-SHA256)", secret=True),
     Variable("EPCOMM_NODE_ID", _text, None, "splits the ranks of one host into nodes; never joins hosts"),
-    Variable("EPCOMM_NUM_THREADS", _integer(1, 256), None, "host threads per rank; default cores / local ranks"),
+    Variable("EPCOMM_NUM_THREADS", _integer(1, 256), None, "host threads per rank; default cores / ranks"),
     Variable("EPCOMM_HOST_ISA", _choice("avx512", "avx2", "plain"), None, "instruction set of the host loops"),
     Variable("EPCOMM_SHM_DIR", _text, None, "folder for shared segments where memfd is not wanted, such as /dev/shm"),
     Variable("EPCOMM_CACHE_DIR", _text, "~/.cache/epcomm", "folder of compiled kernels; nobody else may enter it"),
@@ -124,7 +124,8 @@ VARIABLES = (
              "work requests that a queue pair holds; lowered to what the device has"),
     Variable("EPCOMM_IB_TC", _integer(0, 255), 0, "traffic class of RoCE packets (DSCP times 4) and GRHs"),
     Variable("EPCOMM_IB_SL", _integer(0, 15), 0, "service level of InfiniBand packets, priority of RoCE"),
-    Variable("EPCOMM_IB_PKEY", _integer(0, 65535), 0, "index of the partition key in each port's table"),
+    Variable("EPCOMM_IB_PKEY", _integer(0, 65535, "the index of a partition key (not the key)"), 0,
+             "index of the partition key in each port's table"),
     Variable("EPCOMM_IB_FAILOVER", _choice("error", "replay"), "error",
              "a NIC port that dies: a named error, or replay over another port (`ibgda`; the same on all ranks)"),
     Variable("EPCOMM_IB_RELAXED_ORDERING", _number_of(0, 1), 1,
@@ -214,11 +215,12 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 def warn_of_unknown() -> None:
     """Log each of :func:`unknown` once in this process: a misspelt name looks like a setting that has no effect."""
     for text in unknown().values():
-        _warn_once(text)
+        warn_once(text)
 
 
 @lru_cache(maxsize=256)
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning, unless this process has already."""
     logging.getLogger("epcomm").warning("%s", text)
 
 

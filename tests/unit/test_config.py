@@ -47,6 +47,11 @@ def test_unknown_choices_are_refused_with_the_list(name, text):
     assert name in str(caught.value) and repr(text) in str(caught.value) and "expected one of" in str(caught.value)
 
 
+def test_a_partition_key_in_place_of_its_index_is_refused_with_the_difference():
+    with pytest.raises(InvalidArgumentError, match=r"EPCOMM_IB_PKEY='0xffff'.* index of .* \(not the key\)"):
+        config.get("EPCOMM_IB_PKEY", {"EPCOMM_IB_PKEY": "0xffff"})
+
+
 def test_in_effect_has_every_row_in_order_and_no_secret():
     values = config.in_effect({"EPCOMM_AUTHKEY": "hush", "EPCOMM_PORT": "29500"})
     assert list(values) == [variable.name for variable in config.VARIABLES]
@@ -80,7 +85,8 @@ def test_a_misspelt_variable_is_told_with_the_nearest_name(misspelt, meant):
 
 
 def test_variables_of_others_of_the_build_and_of_the_tests_are_not_told():
-    assert config.unknown({"NCCL_IB_HCA": "x", "EPCOMM_BUILD_FLAGS": "", "EPCOMM_TEST_REQUIRE": "shm", "RANK": "0"}) == {}
+    others = ("NCCL_IB_HCA", "EPCOMM_BUILD_FLAGS", "EPCOMM_TEST_REQUIRE", "RANK")
+    assert config.unknown(dict.fromkeys(others, "x")) == {}
 
 
 def test_the_names_of_all_variables_are_known():
