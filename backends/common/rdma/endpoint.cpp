@@ -382,7 +382,12 @@ Status probe_devices(const char* backend, VerbsProvider* provider) noexcept {
   return guarded([&]() -> Status {
     std::vector<std::string> names;
     Status status = provider->device_names(&names);
-    if (status.ok() && names.empty()) status = error(Code::kUnavailable, -1, "no RDMA device");
+    if (status.ok() && names.empty()) {
+      status =
+          error(Code::kUnavailable, -1,
+                "no RDMA device; without a NIC, EPCOMM_IB_PROVIDER=soft runs this backend over "
+                "a software model of one");
+    }
     if (!status.ok()) {
       status.code = Code::kUnavailable;
       status.text = std::string(backend) + ": " + status.text;
