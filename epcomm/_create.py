@@ -43,6 +43,9 @@ _OPTIONS = ("num_threads", "node_id", "shm_dir", "push_only", "spin_us", "use_pi
 _MAX_INT = (1 << 31) - 1
 _MAX_EXPERTS = 1 << 20  # owners are listed per expert, and entry records grow with them
 _MAX_HEAP_BYTES = 1 << 62  # 64-bit offsets, with room for the arithmetic
+_HEAP_GROWS_WITH = (
+    "it grows with max_recv_tokens, max_tokens_per_rank, hidden, dtype and num_slots; Communicator.required_bytes tells"
+)
 # Failures that mostly have their cause on another rank.
 _OF_OTHERS = {code_of(error()) for error in (BackendUnavailableError, CommTimeoutError, PeerLostError)}
 # What must be equal on all ranks; the rest is each rank's own business.
@@ -292,6 +295,8 @@ def _viable(made: dict[str, Any], device: str) -> dict[str, str | None]:
         reason = None
         if rows[name].needs_cuda != (device != "cpu"):
             reason = f"has {'device' if rows[name].needs_cuda else 'host'} memory, but device={device!r}"
+            if rows[name].needs_cuda and made["device"] is None:
+                reason += " (no device= was given, and neither torch nor CuPy is imported and sees a GPU)"
         else:
             try:
                 importlib.import_module(f"epcomm._{name}").probe()
@@ -347,12 +352,12 @@ def _compare(told: list[dict[str, Any]]) -> None:
 
 def create(group_like: Any, given: dict[str, Any]) -> Made:
     """Everything of ``Communicator.__init__``. Collective."""
-    _set_log_level()
-    config.warn_of_unknown()
     failure: Exception | None = None
     made: dict[str, Any] = {}
     device = "cpu"
     try:
+        _set_log_level()
+        config.warn_of_unknown()
         made = parameters(given)
         device = _resolve_device(made)
     except EpcommError as error:
@@ -446,6 +451,20 @@ def _choose_nics(
     return options, paths, failures
 
 
+def _note_failover(backend: Backend, num_ports: int) -> None:
+    """Who asks for replay counts on it, so a warning says where there is none."""
+    if config.get("EPCOMM_IB_FAILOVER") != "replay":
+        return
+    ends = "a port that dies ends the communicator with an error"
+    if not backend.replays:
+        able = ", ".join(row.name for row in BACKENDS if row.replays)
+        config.warn_once(f"EPCOMM_IB_FAILOVER=replay does nothing on backend {backend.name}: {ends}; "
+                         f"{able} can replay")
+    elif num_ports < 2:
+        config.warn_once(f"EPCOMM_IB_FAILOVER=replay does nothing on a rank with one port: {ends}; "
+                         "`python -m epcomm info` tells why it has no other")
+
+
 def _other_nodes(node_ids: list[str | None]) -> list[str]:
     """Why these ranks may not share memory; empty if they may."""
     other = next((rank for rank, node_id in enumerate(node_ids) if node_id != node_ids[0]), None)
@@ -468,6 +487,7 @@ def _start(
         over_nics, paths, failures = _choose_nics(group, _row(name), device)
         if failures:
             return None, failures
+        _note_failover(_row(name), len(over_nics["paths"]))
         if made["num_channels"] is None:
             channels = min(256, max(channels, *paths))  # so that every port has one
     functions: dict[str, int] = {}
@@ -492,7 +512,10 @@ def _start(
         backend = importlib.import_module(f"epcomm._{name}").Backend(options)
         caps = frozenset(capability_names(backend.caps))
         shape = heap_shape(made, num_ranks, channels, "peer_load_store" in caps)
-        backend.alloc_heap(_host.heap_bytes(shape)["total"])
+        try:
+            backend.alloc_heap(_host.heap_bytes(shape)["total"])
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{error} ({_HEAP_GROWS_WITH})") from None
         return backend.export_info().hex()
 
     def join(infos: list[str]) -> Any:

@@ -67,8 +67,8 @@ def connect(group: object = None, *, timeout_s: float) -> Group:
     if mpi.recognises(group):
         return _greeted(mpi.MpiGroup(group, timeout_s))
     raise InvalidArgumentError(
-        f"group: a {type(group).__module__}.{type(group).__qualname__}; expected None, a "
-        "torch.distributed.ProcessGroup or an mpi4py.MPI.Comm"
+        f"group is of type {type(group).__qualname__}; allowed: None (ranks from the launcher's variables), a "
+        "torch.distributed.ProcessGroup, an mpi4py.MPI.Comm"
     )
 
 

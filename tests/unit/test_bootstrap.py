@@ -415,9 +415,9 @@ def test_a_bad_timeout_is_refused_at_once(value):
         bootstrap.connect(timeout_s=value)
 
 
-@pytest.mark.parametrize(("bad", "name"), [(3, "builtins.int"), ("world", "builtins.str"), ([], "builtins.list")])
+@pytest.mark.parametrize(("bad", "name"), [(3, "int"), ("world", "str"), ([], "list")])
 def test_a_group_of_another_kind_is_refused_with_its_type(bad, name):
-    with pytest.raises(InvalidArgumentError, match=f"group: a {name}; expected None, a torch.distributed.ProcessGroup"):
+    with pytest.raises(InvalidArgumentError, match=rf"group is of type {name}; allowed: None .*, a torch\."):
         bootstrap.connect(bad, timeout_s=1)
 
 
