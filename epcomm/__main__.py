@@ -19,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m epcomm",
         description="Mixture-of-Experts dispatch and combine.",
-        epilog="`python -m epcomm COMMAND --help` tells a command's options.",
+        epilog="`python -m epcomm COMMAND --help` tells a command's options. `python -m epcomm.examples.digits` is the "
+               "example.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     info = commands.add_parser("info", help="version, backends, devices, limits and environment variables")

@@ -74,8 +74,9 @@ Status set(Fault* fault, const std::string& key, const std::string& value) {
     if (key != row.key) continue;
     double read;
     if (!number(value, row.low, row.high, &read)) {
-      return error(Code::kInvalidArgument, -1, "faults: %s=%s: expected a number from %g to %g",
-                   key.c_str(), value.c_str(), row.low, row.high);
+      return error(Code::kInvalidArgument, -1,
+                   "EPCOMM_SOFTHCA_FAULTS: %s=%s: expected a number from %g to %g", key.c_str(),
+                   value.c_str(), row.low, row.high);
     }
     if (key == "port") fault->port = int(read);
     if (key == "qp") fault->qp = int(read);
@@ -89,7 +90,7 @@ Status set(Fault* fault, const std::string& key, const std::string& value) {
     if (key == "count") fault->count = int64_t(read);
     return {};
   }
-  return error(Code::kInternal, -1, "faults: no key %s", key.c_str());
+  return error(Code::kInternal, -1, "EPCOMM_SOFTHCA_FAULTS: no key %s", key.c_str());
 }
 
 }  // namespace
@@ -106,8 +107,8 @@ Status parse_faults(const std::string& text, std::vector<Fault>* out) {
     if (!kind) {
       std::string known;
       for (const Kind& one : kKinds) known += (known.empty() ? "" : ", ") + std::string(one.name);
-      return error(Code::kInvalidArgument, -1, "faults: %s: expected one of %s", words[0].c_str(),
-                   known.c_str());
+      return error(Code::kInvalidArgument, -1, "EPCOMM_SOFTHCA_FAULTS: %s: expected one of %s",
+                   words[0].c_str(), known.c_str());
     }
     Fault fault;
     fault.kind = kind->kind;
@@ -117,9 +118,10 @@ Status parse_faults(const std::string& text, std::vector<Fault>* out) {
       const std::string key = words[i].substr(0, equals);
       if (equals == std::string::npos ||
           (!has_word("port qp wqe p", key) && !has_word(kind->keys, key))) {
-        return error(Code::kInvalidArgument, -1,
-                     "faults: %s %s: expected key=value with a key of port, qp, wqe, p%s%s",
-                     kind->name, words[i].c_str(), *kind->keys ? ", " : "", kind->keys);
+        return error(
+            Code::kInvalidArgument, -1,
+            "EPCOMM_SOFTHCA_FAULTS: %s %s: expected key=value with a key of port, qp, wqe, p%s%s",
+            kind->name, words[i].c_str(), *kind->keys ? ", " : "", kind->keys);
       }
       EPCOMM_RETURN_IF_ERROR(set(&fault, key, words[i].substr(equals + 1)));
       const size_t at = missing.find(key);
@@ -127,8 +129,8 @@ Status parse_faults(const std::string& text, std::vector<Fault>* out) {
     }
     missing = split(missing, " ").empty() ? "" : split(missing, " ")[0];
     if (!missing.empty() && missing != "at_ms") {
-      return error(Code::kInvalidArgument, -1, "faults: %s: %s= is missing", kind->name,
-                   missing.c_str());
+      return error(Code::kInvalidArgument, -1, "EPCOMM_SOFTHCA_FAULTS: %s: %s= is missing",
+                   kind->name, missing.c_str());
     }
     out->push_back(fault);
   }

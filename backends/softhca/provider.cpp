@@ -643,8 +643,8 @@ Status make_softhca(const SoftHcaOptions& options,
     EPCOMM_RETURN_IF_ERROR(parse_faults(options.faults, &faults));
     for (const Fault& fault : faults) {
       if (fault.port >= options.num_ports) {
-        return error(Code::kInvalidArgument, -1, "faults: port=%d: expected 0 to %d", fault.port,
-                     options.num_ports - 1);
+        return error(Code::kInvalidArgument, -1, "EPCOMM_SOFTHCA_FAULTS: port=%d: expected 0 to %d",
+                     fault.port, options.num_ports - 1);
       }
     }
     if (options.seed) {

@@ -85,15 +85,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="of side A alone")
     parser.add_argument("--b-env", type=_variable, action=_Collect, default={}, metavar="NAME=VALUE",
                         help="of side B alone")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start; ranks 0 and 1 exchange messages")
+    parser.add_argument("--ranks", type=int, default=2,
+                        help="ranks to start (default 2); ranks 0 and 1 exchange messages")
     parser.add_argument("--repeat", type=int, default=20, help="counted repeats (default 20; fewer give no verdict)")
-    parser.add_argument("--sizes", type=_integers, default=list(SIZES), metavar="N,N", help="bytes of a message")
-    parser.add_argument("--channels", type=_integers, default=[1, 2, 4], metavar="N,N", help="for rate and bandwidth")
+    parser.add_argument("--sizes", type=_integers, default=list(SIZES), metavar="N,N",
+                        help=f"bytes of a message (default {','.join(map(str, SIZES))})")
+    parser.add_argument("--channels", type=_integers, default=[1, 2, 4], metavar="N,N",
+                        help="for rate and bandwidth (default 1,2,4)")
     parser.add_argument("--messages", type=int, default=2000, help="of one rate measurement (default 2000)")
     parser.add_argument("--tokens", type=int, default=256, help="per rank, of dispatch and combine (default 256)")
     parser.add_argument("--hidden", type=int, default=2048, help="row width in bfloat16 (default 2048)")
-    parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=64, help="in all (default 64)")
+    parser.add_argument("--topk", type=int, default=8, help="picks per token (default 8)")
     parser.add_argument("--timeout-s", type=_console.seconds, default=120.0, help="deadline of each step (default 120)")
     parser.add_argument("--json", type=_console.output_file, metavar="FILE", help="write the report with all samples")
     parser.add_argument("--plot", type=_console.picture_file, metavar="FILE",
