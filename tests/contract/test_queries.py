@@ -163,3 +163,18 @@ def copied(context):
 
 def test_a_communicator_cannot_be_copied(ranks):
     assert ranks.run(copied)[0] == 2 * ranks.num_ranks
+
+
+def creation_with_log_level(context, levels):
+    with context.environment({"EPCOMM_LOG": levels[context.rank]}):
+        try:
+            context.comm(**COMM)
+        except epcomm.InvalidArgumentError as error:
+            return str(error)
+    return None
+
+
+def test_a_bad_log_level_on_one_rank_is_told_on_all(two):
+    """Nobody waits for the rank that has it."""
+    for text in two.run(creation_with_log_level, levels=["warning", "loud"]):
+        assert text is not None and "rank 1" in text and "EPCOMM_LOG='loud'" in text

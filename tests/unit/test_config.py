@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from epcomm import InvalidArgumentError, config
+from epcomm import InvalidArgumentError, _create, _registry, config
 
 
 def test_unset_and_empty_mean_the_default():
@@ -100,3 +100,17 @@ def test_a_misspelt_variable_is_warned_of_once(monkeypatch, caplog):
         config.warn_of_unknown()
     told = [record.getMessage() for record in caplog.records if "EPCOMM_IB_DETPH" in record.getMessage()]
     assert len(told) == 1 and "did you mean EPCOMM_IB_DEPTH?" in told[0]
+
+
+@pytest.mark.parametrize(("backend", "num_ports", "words"), [
+    ("ibrc", 2, ("backend ibrc", "shm_ibgda, ibgda can replay")), ("ibgda", 1, ("a rank with one port",)),
+    ("ibgda", 2, ())])  # fmt: skip
+def test_replay_is_warned_of_where_there_is_none(monkeypatch, caplog, backend, num_ports, words):
+    config.warn_once.cache_clear()
+    monkeypatch.setenv("EPCOMM_IB_FAILOVER", "replay")
+    (row,) = [row for row in _registry.BACKENDS if row.name == backend]
+    with caplog.at_level(logging.WARNING, logger="epcomm"):
+        _create._note_failover(row, num_ports)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(words)
+    assert all(word in told[0] for word in words)
