@@ -83,7 +83,8 @@ class Place:
             return None
         if not self.found:
             return ("no RDMA device: /sys/class/infiniband is empty (no NIC, no driver, or a container without it)"
-                    + (f"; EPCOMM_IB_HCA={self.wanted!r}" if self.wanted else ""))
+                    + (f"; EPCOMM_IB_HCA={self.wanted!r}" if self.wanted else "")
+                    + "; EPCOMM_IB_PROVIDER=soft shows what a software model would have")
         return "no usable RDMA port: " + "; ".join(f"{found.name}: {found.refused}" for found in self.found)
 
 
