@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 
-from frames import CLOCK, DATA, EXIT, SIGNAL, SPAWN, Channel, Pipe
+from frames import BEAT, CLOCK, DATA, EXIT, SIGNAL, SPAWN, Channel, Pipe
 
 
 class Child:
@@ -58,6 +58,8 @@ def main():
                 channel.send(stream, SPAWN, {"error": str(error)})
         elif kind == CLOCK:
             channel.send(stream, CLOCK, time.monotonic())
+        elif kind == BEAT:
+            channel.send(stream, BEAT)
         elif stream in children:
             children[stream].take(kind, data)
             if kind == SIGNAL:

@@ -1,7 +1,8 @@
 """What the test session and the agent in the machine say to each other: frames of many streams on one channel.
 
 A stream is a process inside. Kinds: SPAWN (JSON) starts it; DATA and END carry its connection, both ways; SIGNAL (a
-number) is answered when it was sent; EXIT (a number) is the end. CLOCK is answered with the machine's monotonic clock.
+number) is answered when it was sent; EXIT (a number) is the end. CLOCK is answered with the machine's monotonic clock,
+BEAT with itself.
 Standard library only: the agent starts on an emulated processor.
 """
 
@@ -12,7 +13,7 @@ import queue
 import struct
 import threading
 
-SPAWN, DATA, END, SIGNAL, EXIT, CLOCK = range(6)
+SPAWN, DATA, END, SIGNAL, EXIT, CLOCK, BEAT = range(7)
 _HEADER = struct.Struct("<IBI")
 
 
