@@ -8,8 +8,10 @@ import json
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from operator import index
 from typing import Any
 
@@ -174,7 +176,23 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _default_threads(num_ranks: int) -> int:
+    """For a caller who knows nothing of the other ranks: as if all were here, on the same cores."""
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+
+
+def share_threads(told: Sequence[dict[str, Any]]) -> list[int]:
+    """Host threads of each rank: its request, else its part of the cores it may use, in equal shares with the ranks
+    of its host that may use them too.
+
+    Parameters
+    ----------
+    told : sequence of dict
+        By rank: ``threads`` (int, or None: no request), ``host`` (equal on the ranks of a host alone) and ``cores``
+        (list of int).
+    """
+    sharers = Counter((rank["host"], core) for rank in told for core in rank["cores"])
+    shares = [sum(Fraction(1, sharers[rank["host"], core]) for core in rank["cores"]) for rank in told]
+    return [rank["threads"] or max(1, min(256, int(share))) for rank, share in zip(told, shares, strict=True)]
 
 
 def heap_shape(made: dict[str, Any], num_ranks: int, num_channels: int, load_store: bool) -> dict[str, int]:
@@ -377,12 +395,12 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
         if failure is not None:
             raise failure
         ops.expert_owners(made["num_experts"], num_ranks, made["expert_to_rank"])  # ranks in range
-        threads = made["num_threads"] or _default_threads(num_ranks)
         node_id = made["options"].get("node_id", config.get("EPCOMM_NODE_ID"))
         told = {name: made.get(name) for name in _SHARED}
         told["backend"] = list(made["backend"]) if made["backend"] is not None else None
         told["device kind"] = "cpu" if device == "cpu" else "cuda"
-        told.update(version=__version__, threads=threads, node_id=node_id, viable=_viable(made, device))
+        told.update(version=__version__, node_id=node_id, viable=_viable(made, device))
+        told.update(threads=made["num_threads"], host=_nics.host_id(), cores=sorted(os.sched_getaffinity(0)))
         return told
 
     mine, told, failures = _together(group, introduce)
@@ -390,11 +408,10 @@ def _create(group: bootstrap.Group, made: dict[str, Any], device: str, failure: 
         _raise(failures)
     _compare(told)
 
-    threads = mine["threads"]
+    threads_of = share_threads(told)
+    threads = threads_of[rank]
     # On a GPU one signal per peer ends a phase: blocks of a kernel meet in its memory.
-    channels = (
-        1 if device != "cpu" else made["num_channels"] or min(256, max(rank_told["threads"] for rank_told in told))
-    )
+    channels = 1 if device != "cpu" else made["num_channels"] or max(threads_of)
     refused: list[str] = []
     for name in mine["viable"]:
         reasons = [f"rank {r}: {t['viable'][name]}" for r, t in enumerate(told) if t["viable"][name] is not None]

@@ -146,8 +146,9 @@ class Communicator:
     expert_to_rank : sequence of int [num_experts], optional
         Owner of each expert. Default contiguous; the first ``num_experts % num_ranks`` ranks own one more.
     num_sms : int, optional
-        Host threads of a call on host memory (default ``EPCOMM_NUM_THREADS``, else cores / ranks of the job);
-        multiprocessors of one on GPU memory (default 24).
+        Host threads of a call on host memory (default ``EPCOMM_NUM_THREADS``, else this rank's part of the cores it may
+        use, each core shared equally by the ranks of the host that may use it); multiprocessors of one on GPU memory
+        (default 24).
     num_channels : int, optional
         Independent slices of the work, each with queue pairs of its own where NICs are used; equal on all ranks.
         Default: as many as host threads, and at the least one for each NIC port; one on GPU memory.

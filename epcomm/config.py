@@ -104,7 +104,7 @@ VARIABLES = (
     Variable("EPCOMM_PORT", _integer(1, 65535), None, "port of the rendezvous; default `MASTER_PORT`"),
     Variable("EPCOMM_AUTHKEY", _text, None, "secret that joins the ranks of one job (HMAC-SHA256)", secret=True),
     Variable("EPCOMM_NODE_ID", _text, None, "splits the ranks of one host into nodes; never joins hosts"),
-    Variable("EPCOMM_NUM_THREADS", _integer(1, 256), None, "host threads per rank; default cores / ranks"),
+    Variable("EPCOMM_NUM_THREADS", _integer(1, 256), None, "host threads per rank; default its part of the cores"),
     Variable("EPCOMM_HOST_ISA", _choice("avx512", "avx2", "plain"), None, "instruction set of the host loops"),
     Variable("EPCOMM_SHM_DIR", _text, None, "folder for shared segments where memfd is not wanted, such as /dev/shm"),
     Variable("EPCOMM_CACHE_DIR", _text, "~/.cache/epcomm", "folder of compiled kernels; nobody else may enter it"),
