@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from epcomm import _rows
+from epcomm import _rows, config
 from epcomm._arrays import Array, as_numpy, canonical_dtype, empty, view
 from epcomm.errors import InvalidArgumentError, OutOfMemoryError
 
 GROUP = 128  # channels that share an fp8 scale
+MAX_EXPERTS = 1 << 20  # owners are listed per expert, and the entry records of a communicator grow with them
 _MAX_INT32 = 2**31 - 1
 _IDS = ("int32", "int64")
 _SUMMED = ("bfloat16", "float16", "float32")
@@ -257,8 +258,8 @@ def expert_owners(
     InvalidArgumentError
         A number is out of range, or `expert_to_rank` has the wrong length, type or an unknown rank.
     """
-    num_experts = _integer("num_experts", num_experts, 1)
-    num_ranks = _integer("num_ranks", num_ranks, 1)
+    num_experts = _integer("num_experts", num_experts, 1, MAX_EXPERTS)
+    num_ranks = _integer("num_ranks", num_ranks, 1, config.MAX_RANKS)
     if expert_to_rank is None:
         share, more = divmod(num_experts, num_ranks)
         rank_of = [rank for rank in range(min(num_ranks, num_experts)) for _ in range(share + (rank < more))]
@@ -313,8 +314,8 @@ def layout(topk_idx: Any, num_experts: int, num_ranks: int = 1, expert_to_rank: 
     >>> epcomm.layout(np.array([[0, 3], [2, -1]]), num_experts=4, num_ranks=2).num_tokens_per_rank
     array([1, 2], dtype=int32)
     """
-    num_experts = _integer("num_experts", num_experts, 1)
-    num_ranks = _integer("num_ranks", num_ranks, 1)
+    num_experts = _integer("num_experts", num_experts, 1, MAX_EXPERTS)
+    num_ranks = _integer("num_ranks", num_ranks, 1, config.MAX_RANKS)
     array = _ids(topk_idx, "layout")
     if array.device != "cpu":
         owners = None if expert_to_rank is None else _owner_list(expert_to_rank, num_experts, num_ranks)
@@ -370,7 +371,7 @@ def permute(
     InvalidArgumentError
         Shapes that do not fit each other, another dtype, or an id outside -1..num_experts-1.
     """
-    num_experts = _integer("num_experts", num_experts, 0, _MAX_INT32 - 1)
+    num_experts = _integer("num_experts", num_experts, 0, MAX_EXPERTS)
     expert_alignment = _integer("expert_alignment", expert_alignment, 1)
     capacity = -1 if capacity is None else _integer("capacity", capacity, 0)
     rows = _given(x, "x", "permute", 2, "[T, H]")
@@ -388,7 +389,10 @@ def permute(
         )  # fmt: skip
     ids = _rows.read_ids(idx, num_experts)
     weights = _floats(given) if given is not None else None
-    counts, offsets, source, overflow = _rows.expert_order(ids, num_experts, expert_alignment, capacity)
+    try:
+        counts, offsets, source, overflow = _rows.expert_order(ids, num_experts, expert_alignment, capacity)
+    except MemoryError as error:
+        raise OutOfMemoryError(f"no memory to say where each row comes from: {error}") from error
     y, c_y = _new((len(source), rows.shape[1]), rows.dtype, rows)
     _rows.gather_rows(rows, source, idx.shape[1], c_y)
     expert, c_expert = _new(source.shape, "int32", rows)
@@ -440,6 +444,9 @@ def unpermute(y: Any, permuted: Permuted, *, apply_weights: bool | None = None) 
         raise InvalidArgumentError(f"y: shape {_shape_text(array.shape)}; expected {num_rows} rows, as permuted has")
     num_tokens = _integer("permuted.num_tokens", permuted.num_tokens, 0)
     num_topk = _integer("permuted.num_topk", permuted.num_topk, 0)
+    if num_tokens * num_topk > _MAX_INT32:
+        raise InvalidArgumentError(f"permuted.num_tokens={num_tokens}, permuted.num_topk={num_topk}: expected at most "
+                                   f"{_MAX_INT32} picks")  # fmt: skip
     if apply_weights is None:
         apply_weights = permuted.topk_weights is not None
     given = None
@@ -457,7 +464,10 @@ def unpermute(y: Any, permuted: Permuted, *, apply_weights: bool | None = None) 
             inverse = None
         return _device().unpermute(array, source, inverse, given, num_tokens, num_topk)
     weights = _floats(given) if given is not None else None
-    row_of = _rows_of_picks(as_numpy(source), num_tokens * num_topk)
+    try:
+        row_of = _rows_of_picks(as_numpy(source), num_tokens * num_topk)
+    except MemoryError as error:
+        raise OutOfMemoryError(f"no memory for the rows of {num_tokens * num_topk} picks: {error}") from error
     z, c_z = _new((num_tokens, array.shape[1]), array.dtype, array)
     _rows.sum_picks(_joined_rows(array, "y"), row_of, weights, num_topk, c_z)
     return z

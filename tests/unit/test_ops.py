@@ -1,5 +1,7 @@
 """epcomm.layout, permute, unpermute, quantize and dequantize against naive loops and the oracle."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -311,12 +313,15 @@ CODES = epcomm.quantize(X)
         (lambda: epcomm.layout(IDX.tolist(), 5), "topk_idx"),
         (lambda: epcomm.layout(IDX, 0), "num_experts=0"),
         (lambda: epcomm.layout(IDX, 5, 2, [0, 1]), "expert_to_rank"),
+        (lambda: epcomm.layout(IDX, 2**31 - 1), r"num_experts=2147483647: expected an integer 1\.\.1048576"),
+        (lambda: epcomm.layout(IDX, 5, 2**31 - 1), r"num_ranks=2147483647: expected an integer 1\.\.65536"),
         (lambda: epcomm.permute(X[0], IDX, num_experts=5), r"x: shape \[70\]; expected \[T, H\]"),
         (lambda: epcomm.permute(None, IDX, num_experts=5), "x: "),
         (lambda: epcomm.permute(X[:3], IDX, num_experts=5), r"topk_idx: shape \[20, 3\].*3 rows of x"),
         (lambda: epcomm.permute(X, IDX, WEIGHTS[:, :2], num_experts=5), r"topk_weights: shape \[20, 2\].*\[20, 3\]"),
         (lambda: epcomm.permute(X, IDX, IDX, num_experts=5), "topk_weights: dtype int64; expected float32"),
         (lambda: epcomm.permute(X, IDX, num_experts=-1), "num_experts=-1"),
+        (lambda: epcomm.permute(X, IDX, num_experts=2**31 - 2), r"num_experts=2147483646: .*0\.\.1048576"),
         (lambda: epcomm.permute(X, IDX, num_experts=5, expert_alignment=0), "expert_alignment=0"),
         (lambda: epcomm.permute(X, IDX, num_experts=5, expert_alignment=2**31 - 1), "expert_alignment=2147483647: "),
         (lambda: epcomm.permute(X, IDX, num_experts=5, capacity=-1), "capacity=-1"),
@@ -352,12 +357,40 @@ def test_refused(call, text):
         ({"topk_weights": PERMUTED.topk_weights[:4]}, r"permuted.topk_weights: shape \[4\]"),
         ({"num_topk": -1}, "permuted.num_topk=-1"),
         ({"num_tokens": 5}, "permuted.source"),
+        ({"num_tokens": 2**31 - 1}, "at most 2147483647 picks"),
     ],
 )
 def test_permuted_that_somebody_changed(change, text):
     fields = {name: getattr(PERMUTED, name) for name in type(PERMUTED).__dataclass_fields__}
     with pytest.raises(InvalidArgumentError, match=text):
         epcomm.unpermute(PERMUTED.x, epcomm.Permuted(**{**fields, **change}))
+
+
+LIMITED = """
+import resource
+import numpy as np
+import epcomm
+
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+x, idx = np.ones((3, 2), np.float32), np.zeros((3, 1), np.int64)
+permuted = epcomm.permute(x, idx, num_experts=1)
+many = {name: getattr(permuted, name) for name in type(permuted).__dataclass_fields__} | {"num_tokens": 2**31 - 1}
+for call in (
+    lambda: epcomm.permute(x, idx, num_experts=1, capacity=2**31 - 1),
+    lambda: epcomm.permute(x, idx, num_experts=1, expert_alignment=2**31 - 1),
+    lambda: epcomm.unpermute(x, epcomm.Permuted(**many)),
+):
+    try:
+        call()
+    except epcomm.OutOfMemoryError as error:
+        print(error)
+"""
+
+
+def test_no_memory_for_what_a_call_notes_is_a_typed_error():
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3, done.stdout
 
 
 def test_more_picks_than_int32_counts():
