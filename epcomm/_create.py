@@ -42,8 +42,14 @@ DTYPES = (
 )  # fmt: skip
 
 _OPTIONS = ("num_threads", "node_id", "shm_dir", "push_only", "spin_us", "use_pidfd", "nvlink_share")
+_OPTION_TYPES = (
+    ("node_id", "a str or an integer", (str, int)),
+    ("shm_dir", "a str", str),
+    ("nvlink_share", "a str", str),
+    ("push_only", "True or False", bool),
+    ("use_pidfd", "True or False", bool),
+)
 _MAX_INT = (1 << 31) - 1
-_MAX_EXPERTS = 1 << 20  # owners are listed per expert, and entry records grow with them
 _MAX_HEAP_BYTES = 1 << 62  # 64-bit offsets, with room for the arithmetic
 _HEAP_GROWS_WITH = (
     "it grows with max_recv_tokens, max_tokens_per_rank, hidden, dtype and num_slots; Communicator.required_bytes tells"
@@ -58,7 +64,10 @@ _SHARED = ("num_experts", "num_topk", "hidden", "max_tokens_per_rank", "max_recv
 def _integer(name: str, value: Any, low: int, high: int = _MAX_INT) -> int:
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer from {low} to {high}")
-    number = index(value)
+    try:
+        number = index(value)
+    except TypeError:  # an array of several, for one
+        raise InvalidArgumentError(f"{name} is {value!r}; allowed: an integer from {low} to {high}") from None
     if not low <= number <= high:
         raise InvalidArgumentError(f"{name} is {number}; allowed: {low} to {high}")
     return number
@@ -103,7 +112,7 @@ def wanted_backends(request: Any, source: str) -> tuple[str, ...] | None:
 def parameters(given: dict[str, Any]) -> dict[str, Any]:
     """Checked constructor arguments; what depends on the number of ranks is left as it was given."""
     made = dict(given)
-    experts = made["num_experts"] = _integer("num_experts", given["num_experts"], 1, _MAX_EXPERTS)
+    experts = made["num_experts"] = _integer("num_experts", given["num_experts"], 1, ops.MAX_EXPERTS)
     made["num_topk"] = _integer("num_topk", given["num_topk"], 1, experts)
     made["hidden"] = _integer("hidden", given["hidden"], 1)
     made["max_tokens_per_rank"] = _integer("max_tokens_per_rank", given["max_tokens_per_rank"], 1)
@@ -147,15 +156,21 @@ def parameters(given: dict[str, Any]) -> dict[str, Any]:
     for key in options:
         if key not in _OPTIONS:
             raise InvalidArgumentError(f"options has {key!r}; allowed: {', '.join(_OPTIONS)}")
-    made["options"] = dict(options)
+    options = made["options"] = {key: value for key, value in options.items() if value is not None}
     threads = options.get("num_threads")
     if threads is not None:
         threads = _integer("options['num_threads']", threads, 1, 256)
     made["num_threads"] = threads or made["num_sms"] or config.get("EPCOMM_NUM_THREADS")
     if made["num_threads"] is not None:
         made["num_threads"] = min(made["num_threads"], 256)
-    if not isinstance(options.get("push_only", False), bool):
-        raise InvalidArgumentError(f"options['push_only'] is {options['push_only']!r}; allowed: True or False")
+    for key, allowed, types in _OPTION_TYPES:
+        value = options.get(key)
+        if key in options and (not isinstance(value, types) or (isinstance(value, bool) and types is not bool)):
+            raise InvalidArgumentError(f"options[{key!r}] is {value!r}; allowed: {allowed}")
+    if "node_id" in options:
+        options["node_id"] = str(options["node_id"])
+    if "spin_us" in options:
+        options["spin_us"] = _integer("options['spin_us']", options["spin_us"], 0, 1_000_000)
     made["isa"] = config.get("EPCOMM_HOST_ISA")
     if _host.isa(made["isa"]) is None:
         raise InvalidArgumentError(
@@ -212,7 +227,9 @@ def heap_shape(made: dict[str, Any], num_ranks: int, num_channels: int, load_sto
             f"num_slots + 1 = {made['num_slots'] + 1} times), {_MAX_HEAP_BYTES} can be addressed; lower "
             "max_recv_tokens, max_tokens_per_rank or hidden"
         )
-    staging = 0 if load_store else max(1 << 20, 4 * (row_bytes + scale_bytes), 4096 + 8 * (num_ranks + max(local)))
+    # Rows, the ids of one, or an entry record: whatever is put in one piece.
+    pieces = (4 * (row_bytes + scale_bytes), 4 * made["num_topk"], 4096 + 8 * (num_ranks + max(local)))
+    staging = 0 if load_store else max(1 << 20, *pieces)
     return {
         "num_ranks": num_ranks,
         "num_topk": made["num_topk"],

@@ -82,6 +82,13 @@ def test_required_bytes_are_exact(size):
     assert parts["routing"] >= 8 * topk * tokens + 8 * topk * recv
 
 
+def test_ids_of_a_row_fit_in_staging():
+    """Over NICs the ids of one row are put in one piece."""
+    size = {"num_experts": 2**20, "num_topk": 2**20, "hidden": 1, "max_tokens_per_rank": 1}
+    parts = Communicator.required_bytes(**size, num_ranks=8, num_channels=1, backend="ibrc")
+    assert parts["staging"] >= 4 * 2**20
+
+
 def test_sizes_above_32_bits_are_there():
     """The table above does pass the borders it is about."""
     totals = [Communicator.required_bytes(**{**BASE, **size})["total"] for size in SIZES]
