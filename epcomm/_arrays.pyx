@@ -529,6 +529,13 @@ cpdef object empty(object shape, str dtype, Array like, bint zero=False):
                                f"{error}") from error
 
 
+cpdef int check_dtype(str dtype, Array like) except -1:
+    """An UnsupportedError if like's framework cannot make arrays of a dtype."""
+    if framework_of(like) == "torch":
+        _torch_dtype(sys.modules["torch"], dtype)
+    return 0
+
+
 cpdef object wrap(uintptr_t ptr, object shape, str dtype, Array like, object owner, bint readonly=False,
                   object strides=None):
     """An array of like's framework over memory that `owner` keeps alive, without a copy.

@@ -83,14 +83,14 @@ def _own(array: Any) -> Any:
     return _arrays.wrap(array.ptr, array.shape, array.dtype, array, array, strides=array.strides)
 
 
-def as_float32(array: Any, name: str) -> Any:
-    """The values as float32, C-contiguous, resolved; the same array where it is that already."""
-    if array.dtype == "float32" and array.contiguous() and array.ptr % 4 == 0:
+def as_float32(array: Any, name: str, copy: bool = False) -> Any:
+    """The values as float32, C-contiguous, resolved; without `copy` the same array where it is that already."""
+    if not copy and array.dtype == "float32" and array.contiguous() and array.ptr % 4 == 0:
         return array
     own = _own(array)
     if _arrays.view(own, name).kind == "torch":
         torch = sys.modules["torch"]
-        return _arrays.view(own.detach().to(torch.float32).contiguous(), name)
+        return _arrays.view(own.detach().to(torch.float32, copy=copy).contiguous(), name)
     cupy = sys.modules["cupy"]
     with cupy.cuda.Device(int(array.device[5:])):
         return _arrays.view(cupy.ascontiguousarray(own.astype("float32")), name)

@@ -21,6 +21,7 @@ from epcomm.errors import (
 )
 
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+_MAX_ROWS = (1 << 31) - 1
 _EARLY_BYTES = 8 << 20  # of a result's picks, taken before it is known how many there are
 _serial = itertools.count(1)
 
@@ -92,7 +93,10 @@ def _integer(call, name, value, low, high=None):
     allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     if not _is_true_int(value):
         raise InvalidArgumentError(f"{call}: {name} is {value!r}; allowed: {allowed}")
-    number = index(value)
+    try:
+        number = index(value)
+    except TypeError:  # an array of several, for one
+        raise InvalidArgumentError(f"{call}: {name} is {value!r}; allowed: {allowed}") from None
     if number < low or (high is not None and number > high):
         raise InvalidArgumentError(f"{call}: {name} is {number}; allowed: {allowed}")
     return number
@@ -405,7 +409,8 @@ class Communicator:
             One row for all or one per token, of the dtype of ``x`` or float32. Added in float32 before the
             rounding, on this rank's tokens.
         out : array [handle.num_tokens, hidden], optional
-            Where the result goes; of the dtype of ``x``, apart from it in memory.
+            Where the result goes; of the dtype of ``x``, apart from it and from ``topk_weights`` in memory. It may be
+            the memory of ``bias``.
         num_sms, stream, async_op
             As for :meth:`dispatch`.
 
@@ -677,7 +682,7 @@ class Communicator:
             return array
         if self._gpu is not None:
             return _gpu.as_float32(array, name)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             return _arrays.view(_arrays.as_numpy(array).astype(np.float32), name)
 
     def _check_row(self, call, name, row_bytes, scale_bytes):
@@ -733,7 +738,7 @@ class Communicator:
         parameters = self._made.parameters
         threads, async_op = self._check_common(call, num_sms, stream, async_op)
         copy = _boolean(call, "copy", copy, optional=True)
-        if quantize not in (None, "fp8"):
+        if quantize is not None and (not isinstance(quantize, str) or quantize != "fp8"):
             raise InvalidArgumentError(f"{call}: quantize is {quantize!r}; allowed: None or 'fp8'")
         if quantize and scales is not None:
             raise InvalidArgumentError(f"{call}: scales are given together with quantize={quantize!r}; allowed: one of "
@@ -793,6 +798,9 @@ class Communicator:
         scale_dtype = "float32" if quantize else scales.dtype if scales is not None else None
         if out_dtype not in _create.DTYPES:
             raise InvalidArgumentError(f"{call}: x has dtype {x.dtype}; allowed: any native dtype of 1, 2 or 4 bytes")
+        for made in (out_dtype, scale_dtype):
+            if made is not None:
+                _arrays.check_dtype(made, x)  # once rows move it is too late to tell all ranks
         small, for_gpu = None, {}
         if self._gpu is not None:
             # Memory for as many rows as may come is taken before the call, so that its kernels follow each other
@@ -851,6 +859,10 @@ class Communicator:
         routing = call.routing
         layout, capacity = request["layout"], request["capacity"]
         rows = routing.output_rows
+        if rows > _MAX_ROWS:  # expert_offsets are int32
+            raise InvalidArgumentError(
+                f"rank {self.rank}: dispatch: expert_alignment is {request['alignment']} and makes {rows} rows, "
+                f"padding counted; allowed: at most {_MAX_ROWS} rows")
         local = self.num_local_experts
         addresses = {}
         later = None  # on a GPU: what makes the small arrays
@@ -961,10 +973,6 @@ class Communicator:
             if bias.shape not in ((columns,), (handle.num_tokens, columns)):
                 raise InvalidArgumentError(f"{call}: bias has shape {bias.shape}; allowed: ({columns},) or "
                                            f"({handle.num_tokens}, {columns})")
-            if self._gpu is not None:
-                bias = _gpu.as_float32(bias, "bias")
-            elif bias.dtype != "float32" or not bias.contiguous() or bias.ptr % 4:
-                bias = _arrays.view(np.array(_arrays.as_numpy(bias), dtype=np.float32, order="C"), "bias")
         if out is None:
             out = _arrays.empty((handle.num_tokens, columns), x.dtype, x)
             target = _arrays.view(out, "out")
@@ -976,8 +984,16 @@ class Communicator:
             if not target.rows_contiguous() or (target.shape[0] > 1 and abs(target.strides[0]) < columns * x.itemsize):
                 raise InvalidArgumentError(f"{call}: out has strides {target.strides}; allowed: rows whose columns are "
                                            "adjacent and that do not overlap")
-            if _overlap(target, x):
-                raise InvalidArgumentError(f"{call}: out overlaps x in memory")
+            for name, given in (("x", x), ("topk_weights", carried)):
+                if given is not None and _overlap(target, given):
+                    raise InvalidArgumentError(f"{call}: out overlaps {name} in memory")
+        if bias is not None:
+            # A row of out is written before another token's bias is read.
+            in_out = _overlap(target, bias)
+            if self._gpu is not None:
+                bias = _gpu.as_float32(bias, "bias", copy=in_out)
+            elif in_out or bias.dtype != "float32" or not bias.contiguous() or bias.ptr % 4:
+                bias = _arrays.view(np.array(_arrays.as_numpy(bias), dtype=np.float32, order="C"), "bias")
         streams = self._streams(call, (x, carried, bias, target), stream)
         if streams:
             streams["current"] = partial(_gpu.current, x.kind, self._gpu)

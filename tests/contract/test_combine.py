@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from helpers import cases
+from helpers import arrays, cases
 from helpers.cases import FLOATS, Program, Spec
-from helpers.oracle import RankInput
+from helpers.oracle import RankInput, assert_bits
 
 LAYOUTS = ("rank", "expert")
 
@@ -115,6 +115,33 @@ def test_out(ranks, out):
             program.combine(layout, out=out, carried=True, bias="row")
         programs.append(program)
     cases.run(ranks, programs)
+
+
+def bias_in_out(context, at):
+    make = np.asarray
+    if context.on_gpu:
+        import cupy
+
+        make = cupy.asarray
+    rng = np.random.default_rng(context.rank)
+    tokens, hidden = 70, 24
+    with context.comm(num_experts=4, num_topk=2, hidden=hidden, max_tokens_per_rank=tokens, dtype="float32") as comm:
+        x = rng.standard_normal((tokens, hidden), np.float32)
+        out = comm.dispatch(make(x), make(rng.integers(0, 4, (tokens, 2))))
+        flat = rng.standard_normal((tokens + 1) * hidden, np.float32)
+        where = {"same": slice(0, -hidden), "next row": slice(hidden, None), "one row": slice(hidden, 2 * hidden)}[at]
+        shape = (hidden,) if at == "one row" else (tokens, hidden)
+        want = comm.combine(out.x, out.handle, bias=make(flat[where].reshape(shape).copy())).x
+        memory = make(flat.copy())
+        got = comm.combine(out.x, out.handle, bias=memory[where].reshape(shape),
+                           out=memory[:-hidden].reshape(tokens, hidden)).x  # fmt: skip
+        assert_bits(arrays.to_numpy(got), arrays.to_numpy(want), at)
+
+
+@pytest.mark.parametrize("at", ["same", "next row", "one row"])
+def test_out_may_be_the_memory_of_the_bias(ranks, at):
+    """A row of the result is written before the bias of another token is read."""
+    ranks.run(bias_in_out, at=at)
 
 
 def crafted(values, weights, dtype, num_ranks):

@@ -1,8 +1,10 @@
 """Dispatch moves bytes: both layouts, alignment, capacity, payload types, scales, shapes and routings."""
 
+import warnings
+
 import numpy as np
 import pytest
-from helpers import cases
+from helpers import arrays, cases
 from helpers.cases import FLOATS, PAYLOADS, ROUTINGS, Program, Spec
 
 EXPERT = {"layout": "expert"}
@@ -163,6 +165,25 @@ def test_scales_travel_as_bytes(ranks, scales):
         program.again("n", "r")
         programs.append(program)
     cases.run(ranks, programs)
+
+
+def signalling_weights(context):
+    make = np.asarray
+    if context.on_gpu:
+        import cupy
+
+        make = cupy.asarray
+    with context.comm(num_experts=4, num_topk=2, hidden=8, max_tokens_per_rank=4, dtype="float32") as comm:
+        weights = np.full((4, 2), 0x7FF0000000000001).view(np.float64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out = comm.dispatch(make(np.ones((4, 8), np.float32)), make(np.arange(8).reshape(4, 2) % 4), make(weights))
+        ids, weights = arrays.to_numpy(out.topk_idx), arrays.to_numpy(out.topk_weights)
+        assert (np.isnan(weights) == (ids >= 0)).all()
+
+
+def test_weights_that_are_signalling_nan_are_no_warning(two):
+    two.run(signalling_weights)
 
 
 def too_wide_for_their_scales(context):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import bad_values
+from helpers import arrays, bad_values
 from helpers.bad_values import MISSING, SHAPE, Bench, value_of
 from helpers.oracle import assert_bits
 
@@ -255,6 +255,46 @@ def test_absurd_sizes_are_typed_errors(two):
     for seen in two.run(absurd_sizes):
         names = {one and one[0] for one in seen}
         assert names <= {"InvalidArgumentError", "OutOfMemoryError"}, seen
+
+
+def too_much_padding(context):
+    """Padding that takes the rows past what an int32 of `expert_offsets` can say."""
+    if context.on_gpu:
+        return None
+    experts = 2048 * context.num_ranks
+    with context.comm(num_experts=experts, num_topk=1, hidden=1, max_tokens_per_rank=experts, dtype="uint8") as comm:
+        x, idx = np.zeros((experts, 1), np.uint8), np.arange(experts)[:, None]
+        seen = outcome(lambda: comm.dispatch(x, idx, layout="expert", expert_alignment=2**20))
+        assert comm.dispatch(x, idx, layout="expert").x.shape == (experts, 1)
+    return seen
+
+
+def test_more_rows_than_offsets_can_say(two):
+    for seen in two.run(too_much_padding):
+        assert seen is None or (seen[0] == "InvalidArgumentError" and "expert_alignment is 1048576" in seen[1]), seen
+
+
+def result_of_no_dtype(context):
+    """One rank's framework has no dtype for a result."""
+    if context.on_gpu:
+        return None
+    import torch
+
+    with context.comm(**SHAPE) as comm:
+        make = torch.from_numpy if context.rank == CULPRIT else np.asarray
+        x, idx = make(np.ones((5, 16), np.float32)), make(np.arange(10).reshape(5, 2) % 6)
+        scales = np.zeros((5, 2), arrays.dtype_of("float8_e4m3"))
+        seen = outcome(lambda: comm.dispatch(x, idx, scales=scales))
+        assert comm.dispatch(x, idx).handle.num_tokens == 5
+    return seen
+
+
+def test_a_dtype_that_one_framework_lacks_is_told_to_all(two):
+    reason = arrays.why_not("torch")
+    if reason:
+        pytest.skip(reason)
+    for seen in two.run(result_of_no_dtype):
+        assert seen is None or (seen[0] == "UnsupportedError" and "float8_e4m3" in seen[1]), seen
 
 
 def too_many_rows(context):

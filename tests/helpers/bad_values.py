@@ -50,6 +50,12 @@ def with_id(value, dtype=np.int64):
     return make
 
 
+def one_memory(num_rows):
+    """Scalars to carry and a result that lie on each other."""
+    flat = np.zeros(max(num_rows, TOKENS * 16), np.float32)
+    return {"topk_weights": flat[:num_rows], "out": flat[: TOKENS * 16].reshape(TOKENS, 16)}
+
+
 BAD_X = [
     ("x", None, "x"),
     ("x", "rows", "x"),
@@ -110,10 +116,12 @@ BAD_DISPATCH = [
     ("copy", 2, "2"),
     ("quantize", "fp4", "fp4"),
     ("quantize", 8, "8"),
+    ("quantize", np.zeros(2), "allowed: None or 'fp8'"),
     ("num_sms", 0, "0"),
     ("num_sms", -1, "-1"),
     ("num_sms", "2", "2"),
     ("num_sms", 1.5, "1.5"),
+    ("num_sms", np.arange(3), "num_sms is array([0, 1, 2])"),
     ("stream", "side", "stream"),
     ("stream", lambda b: object(), "stream"),
     ("async_op", "yes", "async_op"),
@@ -188,6 +196,7 @@ BAD_COMBINE_PAIRS = [
     (lambda b: {"x": b.bare_out.x, "handle": b.bare_out.handle, "apply_weights": True}, "apply_weights"),
     (lambda b: {"x": b.rank_out.x, "handle": b.rank_out.handle, "topk_weights": b.rank_out.topk_weights[:, 0]},
      "topk_weights"),
+    (lambda b: one_memory(b.expert_out.x.shape[0]), "out overlaps topk_weights"),
 ]  # fmt: skip
 
 BAD_CREATION = [
@@ -216,6 +225,13 @@ BAD_CREATION = [
     ("options", {"no_such_option": 1}, "no_such_option"),
     ("options", "node_id=1", "options"),
     ("options", 5, "options"),
+    *[("options", {"node_id": value}, "node_id") for value in ([1], True, 1.5, np.zeros(2), object())],
+    *[("options", {"shm_dir": value}, "shm_dir") for value in (False, [], 3, b"/tmp")],
+    *[("options", {"push_only": value}, "push_only") for value in (0, "no", [])],
+    *[("options", {"use_pidfd": value}, "use_pidfd") for value in (0, "no", [])],
+    *[("options", {"spin_us": value}, "spin_us") for value in (-1, "5", 1.5, True, np.arange(3), 10**7)],
+    ("options", {"nvlink_share": 3}, "nvlink_share"),
+    ("num_slots", np.arange(3), "num_slots"),
 ]
 
 BAD_GROUPS = ["world", 5, [0, 1], object]
