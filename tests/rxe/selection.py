@@ -24,6 +24,7 @@ QUICK = {
 QUICK_PAIRS = {"test_layouts_and_routings": ("4ranks2nodes",)}
 _PAIRS = {row.name for row in BACKENDS if row.pair}
 LIMIT_S = 1200  # of a test; its own deadlines are far shorter
+SLOW_LIMIT_S = 7200  # of one that is marked slow
 
 
 def takes(item, chosen):
@@ -45,5 +46,5 @@ def takes(item, chosen):
     else:
         taken = True
     if taken:
-        item.add_marker(pytest.mark.timeout(LIMIT_S))
+        item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S if item.get_closest_marker("slow") else LIMIT_S))
     return taken
