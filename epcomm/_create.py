@@ -190,8 +190,8 @@ def _listed(value: Any) -> list[Any]:
         ) from None
 
 
-def _default_threads(num_ranks: int) -> int:
-    """For a caller who knows nothing of the other ranks: as if all were here, on the same cores."""
+def default_threads(num_ranks: int) -> int:
+    """Host threads of a rank as far as can be told alone: as if `num_ranks` ranks shared this process's cores."""
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
@@ -206,7 +206,9 @@ def share_threads(told: Sequence[dict[str, Any]]) -> list[int]:
         (list of int).
     """
     sharers = Counter((rank["host"], core) for rank in told for core in rank["cores"])
-    shares = [sum(Fraction(1, sharers[rank["host"], core]) for core in rank["cores"]) for rank in told]
+    # Few different numbers of sharers among many cores.
+    counts = [Counter(sharers[rank["host"], core] for core in rank["cores"]) for rank in told]
+    shares = [sum(Fraction(cores, among) for among, cores in count.items()) for count in counts]
     return [rank["threads"] or max(1, min(256, int(share))) for rank, share in zip(told, shares, strict=True)]
 
 
@@ -246,7 +248,7 @@ def heap_shape(made: dict[str, Any], num_ranks: int, num_channels: int, load_sto
 
 def required_bytes(made: dict[str, Any], num_ranks: int) -> dict[str, int]:
     """Bytes by purpose of one rank; see ``Communicator.required_bytes``."""
-    channels = made["num_channels"] or made["num_threads"] or _default_threads(num_ranks)
+    channels = made["num_channels"] or made["num_threads"] or default_threads(num_ranks)
     over_nics = made["backend"] is not None and all(_row(name).needs_nics for name in made["backend"])
     if over_nics and made["num_channels"] is None:
         channels = max(channels, _ports_here(made["backend"]))

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from epcomm import _console, _nics, config
+from epcomm import _console, _create, _nics, config
 from epcomm.errors import EpcommError
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -100,7 +100,7 @@ def plan(num_ranks: int, num_channels: int | None, root: str | Path = "/sys") ->
     """
     paths = _decide(_look(root)).paths
     if num_channels is None:
-        threads = config.get("EPCOMM_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // _local()[1])
+        threads = config.get("EPCOMM_NUM_THREADS") or _create.default_threads(_local()[1])
         num_channels = min(256, max(threads, len(paths)))
     return {
         "num_ranks": num_ranks,

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from epcomm import _console, _launch, config
+from epcomm import _console, _create, _launch, config
 from epcomm._bootstrap import launcher
 from epcomm.bench import transport
 from epcomm.bench.workload import Shape
@@ -89,7 +89,7 @@ def _no_transport(measured: Measured) -> str | None:
 
 
 def _options(shape: Shape, settings: dict[str, Any], local_ranks: int, cases: list[str]) -> dict[str, Any]:
-    threads = settings["threads"] or max(1, len(os.sched_getaffinity(0)) // max(1, local_ranks))
+    threads = settings["threads"] or _create.default_threads(max(1, local_ranks))
     return {"shape": shape.as_dict(), "settings": {**settings, "threads": threads}, "cases": cases}
 
 
