@@ -2,7 +2,6 @@
 //
 //   ibgda_test [--seed S] [--puts N]
 
-#include <dirent.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -16,55 +15,22 @@
 #include "ibgda/factory.hpp"
 #include "put_stress.hpp"
 #include "scarce_memory.hpp"
+#include "soft_ranks.hpp"
 
 namespace epcomm::testing {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr uint64_t kState = 0;     // [rank]
 constexpr uint64_t kWords = 4096;  // [channel]
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-int open_files() {
-  int count = 0;
-  DIR* folder = opendir("/proc/self/fd");
-  EXPECT(folder, "/proc/self/fd");
-  while (readdir(folder)) ++count;
-  closedir(folder);
-  return count;
-}
-
-struct Setup {
-  int num_ranks = 2;
-  int num_channels = 2;
-  int ports = 2;
-  uint32_t depth = 64;
+struct Setup : SoftSetup {
   bool shared = false;
   bool failover = false;
-  uint64_t heap_bytes = 1 << 18;
-  uint64_t seed = 0;   // of the model's disorder
-  std::string faults;  // of rank 0's NICs
-  double timeout_s = 60;
 };
 
 ibgda::Options options_of(const Setup& setup, int rank) {
-  softhca::SoftHcaOptions soft;
-  soft.num_ports = setup.ports;
-  soft.seed = setup.seed;
-  if (rank == 0) soft.faults = setup.faults;
   ibgda::Options options;
-  EXPECT_OK(softhca::open_provider("soft", soft, &options.rdma.provider));
-  for (int port = 0; port < setup.ports; ++port) {
-    options.rdma.paths.push_back({"soft" + std::to_string(port), 1, 0});
-  }
-  options.rdma.num_ranks = setup.num_ranks;
-  options.rdma.rank = rank;
-  options.rdma.num_channels = setup.num_channels;
-  options.rdma.depth = setup.depth;
+  open_soft(setup, rank, &options.rdma);
   options.shared = setup.shared;
   options.failover = setup.failover;
   return options;

@@ -16,28 +16,14 @@
 #include "check.hpp"
 #include "ibrc/factory.hpp"
 #include "put_stress.hpp"
+#include "soft_ranks.hpp"
 
 namespace epcomm::testing {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr uint64_t kState = 0;     // [rank]
 constexpr uint64_t kWords = 4096;  // [channel]
 constexpr uint64_t kBack = 8192;   // [channel]
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-int open_files() {
-  int count = 0;
-  DIR* folder = opendir("/proc/self/fd");
-  EXPECT(folder, "/proc/self/fd");
-  while (readdir(folder)) ++count;
-  closedir(folder);
-  return count;
-}
 
 // Threads of ours: a sanitizer has one of its own.
 int our_threads() {
@@ -56,17 +42,9 @@ int our_threads() {
   return count;
 }
 
-struct Setup {
-  int num_ranks = 2;
-  int num_channels = 2;
-  int ports = 2;
+struct Setup : SoftSetup {
   int threads = 0;
-  uint32_t depth = 64;
   uint32_t queue_size = 64;
-  uint64_t heap_bytes = 1 << 18;
-  uint64_t seed = 0;   // of the model's disorder
-  std::string faults;  // of rank 0's NICs
-  double timeout_s = 60;
   int (*interrupted)(void*) = nullptr;
   void* interrupted_arg = nullptr;
   std::function<void(int rank, HostTransport&)> then;  // in the thread that has connected
@@ -78,19 +56,8 @@ struct Ranks {
   explicit Ranks(const Setup& setup) {
     std::vector<std::string> infos(static_cast<size_t>(setup.num_ranks));
     for (int rank = 0; rank < setup.num_ranks; ++rank) {
-      softhca::SoftHcaOptions soft;
-      soft.num_ports = setup.ports;
-      soft.seed = setup.seed;
-      if (rank == 0) soft.faults = setup.faults;
       ibrc::Options options;
-      EXPECT_OK(softhca::open_provider("soft", soft, &options.rdma.provider));
-      for (int port = 0; port < setup.ports; ++port) {
-        options.rdma.paths.push_back({"soft" + std::to_string(port), 1, 0});
-      }
-      options.rdma.num_ranks = setup.num_ranks;
-      options.rdma.rank = rank;
-      options.rdma.num_channels = setup.num_channels;
-      options.rdma.depth = setup.depth;
+      open_soft(setup, rank, &options.rdma);
       options.num_threads = setup.threads;
       options.queue_size = setup.queue_size;
       backends.push_back(ibrc::create(options));
