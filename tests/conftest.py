@@ -144,6 +144,15 @@ def num_ranks(request):
     return request.param
 
 
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """A command line that starts its own ranks, wherever the tests themselves run."""
+    from epcomm.config import LAUNCHER_VARIABLES
+
+    for variable in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+
+
 @pytest.fixture(params=arrays.KINDS)
 def kind(request):
     """Array kinds of the contract."""

@@ -4,14 +4,9 @@ import json
 
 import pytest
 
-from epcomm import config
 from epcomm.ab import cli
 
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for variable in config.LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable.name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

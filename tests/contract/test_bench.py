@@ -8,17 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from epcomm import _launch, config
+from epcomm import _launch
 from epcomm.bench import cases, cli, report, run, workload
 
 SHAPE = ["--tokens", "33", "--hidden", "72", "--experts", "10", "--topk", "3"]
 TINY = [*SHAPE, "--no-transport"]
 
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for variable in config.LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable.name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def shape(**changed):

@@ -38,11 +38,7 @@ class Dies(DigitsRank):
         return super()._by_expert(out)
 """
 
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for variable in config.LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable.name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.fixture

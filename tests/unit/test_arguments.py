@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from epcomm import _console, config
+from epcomm import _console
 from epcomm.ab import cli as ab
 from epcomm.bench import cli as bench
 from epcomm.examples import digits
@@ -14,11 +14,7 @@ from epcomm.examples import digits
 PARSERS = [pytest.param(ab.parse, id="ab"), pytest.param(bench.parse, id="bench"),
            pytest.param(digits._parse, id="digits")]
 
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for variable in config.LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable.name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.mark.parametrize("parse", PARSERS)

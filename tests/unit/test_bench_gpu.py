@@ -7,17 +7,13 @@ import numpy as np
 import pytest
 from helpers import with_torch
 
-from epcomm import _launch, config
+from epcomm import _launch
 from epcomm.bench import cli, gpu, gpu_rank, workload
 
 SMS = (8, 16, 24, 32)
 PLAIN = ("--device", "cuda", "--tokens", "64", "--hidden", "256", "--experts", "16", "--topk", "4", "--repeat", "5")
 
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for variable in config.LAUNCHER_VARIABLES:
-        monkeypatch.delenv(variable.name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def shape(**changed):
