@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 import re
+import signal
 import sys
 import uuid
 from pathlib import Path
@@ -31,6 +32,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """What tests there are depends on the options."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background so
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # and ranks would inherit it
     global _place, _only
     names = config.getoption("--backend") or ("ibrc,shm_ibrc" if config.getoption("--rxe") else "")
     _only = [name for name in names.split(",") if name] or None
