@@ -55,7 +55,8 @@ class Unit(NamedTuple):
     defines : tuple of (str, int or str)
         Macros.
     may_use_stack : tuple of str
-        Kernels that may have a stack frame or spill registers; CI refuses that of all others.
+        Kernels that may have a stack frame, for calls that are not inlined; CI refuses that of all others, and
+        registers that are spilled of any.
     """
 
     file: str

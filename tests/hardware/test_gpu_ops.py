@@ -593,12 +593,14 @@ def test_gradients_are_not_lost_silently(torch):
         epcomm.quantize(x)
 
 
-def test_loaded_kernels_use_no_stack(need):
+def test_loaded_kernels_spill_nothing_and_use_a_stack_only_where_they_may(need):
     need("gpu", gpu.why_not("cupy"))
     from epcomm import kernels
 
     for unit in kernels.UNITS:
         module = kernels.load(unit, 0)
         assert set(module.functions) == set(unit.kernels) and all(module.functions.values())
-        assert all(taken.stack_bytes == 0 for taken in module.resources.values()), module.resources
+        for name, taken in module.resources.items():
+            assert taken.spill_bytes == 0, (name, taken)
+            assert taken.stack_bytes == 0 or name in unit.may_use_stack, (name, taken)
         assert kernels.load(unit, 0) is module
