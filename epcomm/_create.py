@@ -109,6 +109,35 @@ def wanted_backends(request: Any, source: str) -> tuple[str, ...] | None:
     return tuple(name for name in known if name not in names) if text.startswith("^") else tuple(names)
 
 
+def check_memory(request: str | None, on_gpu: bool, advice: str) -> None:
+    """Refuse backends whose memory is of the other kind, before any rank is started for them.
+
+    Parameters
+    ----------
+    request
+        Names as a command line gave them; None: those of ``EPCOMM_BACKEND``.
+    on_gpu
+        Whether the arrays to come are on GPUs.
+    advice
+        What to do about it, for the message.
+
+    Raises
+    ------
+    InvalidArgumentError
+        No backend that is asked for has that memory, or there is no such backend.
+    """
+    source = "--backend"
+    if request is None:
+        request, source = config.get("EPCOMM_BACKEND"), "EPCOMM_BACKEND"
+    names = wanted_backends(request, source)
+    if not names or any(_row(name).needs_cuda == on_gpu for name in names):
+        return
+    able = ", ".join(row.name for row in BACKENDS if row.needs_cuda == on_gpu)
+    has, takes = ("host", "GPU") if on_gpu else ("GPU", "host")
+    raise InvalidArgumentError(f"{source} is {request!r}, which has {has} memory, but these are {takes} arrays: "
+                               f"{advice}; backends with {takes} memory: {able}")
+
+
 def parameters(given: dict[str, Any]) -> dict[str, Any]:
     """Checked constructor arguments; what depends on the number of ranks is left as it was given."""
     made = dict(given)

@@ -56,6 +56,7 @@ class EpcommCase:
             max_recv_tokens=max(1, workload.max_tokens_received),
             dtype=shape.dtype,
             backend=settings["backend"],
+            device="cpu",
             num_sms=settings["sms"],
             timeout_s=settings["timeout_s"],
             options={"num_threads": settings["threads"]},

@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show and write; returns the exit code."""
     arguments = parse(argv)
     # NumPy and the rest come only once the command line is right.
+    from epcomm import _create
     from epcomm.bench import report as reports
     from epcomm.bench import run
     from epcomm.bench.workload import Shape
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "timeout_s": arguments.timeout_s, "baseline_buffers": arguments.baseline_buffers,
                 "transport": not arguments.no_transport}
     try:
+        _create.check_memory(arguments.backend, False, "`bench --device cuda` measures GPU arrays")
         measured = run.measure(shape, settings, arguments.ranks[0], arguments.repeat, arguments.baselines)
     except (_launch.RanksFailed, EpcommError) as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -53,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _on_gpus(arguments: argparse.Namespace, shape: Any) -> int:
+    from epcomm import _create
     from epcomm.bench import gpu
 
     if arguments.read:
@@ -67,7 +70,11 @@ def _on_gpus(arguments: argparse.Namespace, shape: Any) -> int:
             print(f"bench: {reason}", file=sys.stderr)
             return 1
         try:
+            _create.check_memory(arguments.backend, True, "`bench` without --device cuda measures host arrays")
             measured = _runs_on_gpus(arguments, shape)
+        except EpcommError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 1
         except KeyboardInterrupt:
             print("bench: interrupted", file=sys.stderr)
             return 130

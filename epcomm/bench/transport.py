@@ -35,7 +35,7 @@ class TransportCase:
         rows = 2 * max(CHANNELS)  # messages in and out, on each channel
         self._comm = epcomm.Communicator(
             num_experts=place.num_ranks, num_topk=1, hidden=max(SIZES), max_tokens_per_rank=rows, max_recv_tokens=rows,
-            dtype="uint8", num_slots=1, num_channels=max(CHANNELS), backend=settings["backend"],
+            dtype="uint8", num_slots=1, num_channels=max(CHANNELS), backend=settings["backend"], device="cpu",
             timeout_s=self._timeout_s)
         inside: Any = self._comm
         sizes = _host.heap_bytes(inside._made.shape)

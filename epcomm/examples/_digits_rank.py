@@ -34,6 +34,7 @@ class DigitsRank:
             max_tokens_per_rank=-(-len(pixels) // place.num_ranks),
             dtype="float32",
             backend=backend,
+            device="cpu",  # where its arrays are, though a launcher may have imported a torch that sees a GPU
             timeout_s=timeout_s,
         )
 

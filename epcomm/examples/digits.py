@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from epcomm import _console, _launch, _nics
+from epcomm import _console, _create, _launch, _nics
 from epcomm.errors import EpcommError
 from epcomm.examples import _moe
 
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; returns the exit code."""
     arguments = _parse(argv)
     try:
+        _create.check_memory(arguments.backend, False, "name another, or none")
         if arguments.train:
             from epcomm.examples import _digits_train  # needs torch
 

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from epcomm import _launch
-from epcomm.bench import cases, cli, report, run, workload
+from epcomm import _create, _launch
+from epcomm.bench import cases, cli, gpu, ranks, report, run, transport, workload
 
 SHAPE = ["--tokens", "33", "--hidden", "72", "--experts", "10", "--topk", "3"]
 TINY = [*SHAPE, "--no-transport"]
@@ -110,6 +110,29 @@ def test_joins_torchrun(tmp_path):
     assert told["num_ranks"] == 2
     assert set(told["operations"]["dispatch"]["cases"]) == {"epcomm", "floor", "gloo"}
     assert list(told["skipped"]) == ["mpi4py"]
+
+
+@pytest.mark.parametrize(("arguments", "kinds"), [
+    (["--backend", "nvlink"], ("GPU", "host")), (["--backend", "shm", "--device", "cuda"], ("host", "GPU")),
+    (["--backend", "^shm,shm_ibrc,ibrc,shm_ibgda,ibgda"], ("GPU", "host"))])
+def test_a_backend_of_other_memory_is_refused_before_ranks_start(monkeypatch, capsys, arguments, kinds):
+    monkeypatch.setattr(_launch, "join_or_start", None)
+    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    assert cli.main([*arguments, *TINY]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"bench: --backend is '{arguments[1]}', which has {kinds[0]} memory, but these are {kinds[1]} ")
+    assert "--device cuda" in err and err.count("\n") == 1
+
+
+def test_ranks_stay_on_the_host_where_a_launcher_has_imported_a_torch_with_gpus(monkeypatch):
+    monkeypatch.setattr(_create, "_current_gpu", lambda: "cuda:0")
+    options = {"backend": None, "sms": None, "threads": 1, "timeout_s": 30.0}
+    rank = ranks.BenchRank(_launch.Place(0, 1), shape().as_dict(), options, ["epcomm"])
+    try:
+        assert rank.answer(["trial", "epcomm"])["dispatch"] > 0
+        transport.TransportCase(_launch.Place(0, 1), options).close()
+    finally:
+        rank.close()
 
 
 def test_picture(tmp_path):

@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from epcomm import _launch, config
+from epcomm import _create, _launch, config
 from epcomm._registry import BACKENDS
-from epcomm.examples import _moe, digits
+from epcomm.examples import _digits_rank, _moe, digits
 
 TAMPERED = """
 import os, signal
@@ -101,6 +101,30 @@ def test_bad_command_lines_say_what_is_allowed(capsys):
 def test_an_unknown_backend_is_one_message(capsys):
     assert digits.main(["--ranks", "2", "--backend", "pigeon"]) == 1
     assert "pigeon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("variable", [False, True])
+def test_a_backend_of_gpu_memory_is_refused_before_ranks_start(monkeypatch, capsys, variable, train):
+    monkeypatch.setattr(_launch, "join_or_start", None)
+    arguments = ["--train"] if train else []
+    if variable:
+        monkeypatch.setenv("EPCOMM_BACKEND", "nvlink")
+    else:
+        arguments += ["--backend", "nvlink"]
+    assert digits.main(arguments) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"digits: {'EPCOMM_BACKEND' if variable else '--backend'} is 'nvlink', which has GPU memory")
+    assert "host memory: shm, " in err and err.count("\n") == 1
+
+
+def test_a_rank_stays_on_the_host_where_a_launcher_has_imported_a_torch_with_gpus(monkeypatch):
+    monkeypatch.setattr(_create, "_current_gpu", lambda: "cuda:0")
+    rank = _digits_rank.DigitsRank(_launch.Place(0, 1), _moe.load_images().tobytes().hex(), "expert", None, 30.0)
+    try:
+        assert rank.answer("trial")["values_differ"] == 0
+    finally:
+        rank.close()
 
 
 def test_the_model_gives_the_same_bits_for_any_batch():
