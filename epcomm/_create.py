@@ -74,12 +74,18 @@ def _integer(name: str, value: Any, low: int, high: int = _MAX_INT) -> int:
 
 
 def _device(value: Any) -> str | None:
-    if value is None or value == "cpu":
-        return value
-    if isinstance(value, str) and value.startswith("cuda:") and value[5:].isdigit():
-        return value
-    if not isinstance(value, (bool, str)) and hasattr(type(value), "__index__") and index(value) >= 0:
-        return f"cuda:{index(value)}"
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if value == "cpu" or (value.startswith("cuda:") and value[5:].isdigit()):
+            return value
+    elif not isinstance(value, bool) and hasattr(type(value), "__index__"):
+        try:
+            number = index(value)
+        except TypeError:  # an array of several, for one
+            number = -1
+        if 0 <= number <= _MAX_INT:
+            return f"cuda:{number}"
     text = str(value)
     is_torch_device = type(value).__module__.startswith("torch")
     if is_torch_device and (text == "cpu" or (text.startswith("cuda:") and text[5:].isdigit())):

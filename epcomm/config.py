@@ -21,8 +21,9 @@ MAX_CPUS = 1024  # of a cpu_set_t
 
 def seconds(name: str, value: Any) -> float:
     """A positive, finite number of seconds, at most ten days."""
+    is_flag = isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", "") == "b"  # NumPy's too
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if is_flag else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0 < number <= 864_000:
