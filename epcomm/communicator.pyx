@@ -44,20 +44,52 @@ class Handle:
     capacity : int or None
     generation : int
         Number of the call that made it; equal on all ranks.
+    has_weights : bool
+        Whether weights travelled.
+    closed : bool
     """
 
     def __init__(self, communicator, routing, layout, expert_alignment, capacity):
         self._communicator_serial = communicator._serial
         self._routing = routing
-        self.layout = layout
-        self.expert_alignment = expert_alignment
-        self.capacity = capacity
-        self.generation = routing.generation
-        self.num_tokens = routing.num_tokens
-        self.num_rows = routing.output_rows
-        self.has_weights = routing.has_weights
+        self._layout = layout
+        self._expert_alignment = expert_alignment
+        self._capacity = capacity
+        self._generation = routing.generation
+        self._num_tokens = routing.num_tokens
+        self._num_rows = routing.output_rows
+        self._has_weights = routing.has_weights
         self._lease = None  # on a GPU: weak reference to the lease of the dispatch
         self._like = None  # on a GPU: an array of the dispatch's kind
+
+    # Calls check arrays against these and the engine trusts them: nobody may write them.
+    @property
+    def layout(self):
+        return self._layout
+
+    @property
+    def expert_alignment(self):
+        return self._expert_alignment
+
+    @property
+    def capacity(self):
+        return self._capacity
+
+    @property
+    def generation(self):
+        return self._generation
+
+    @property
+    def num_tokens(self):
+        return self._num_tokens
+
+    @property
+    def num_rows(self):
+        return self._num_rows
+
+    @property
+    def has_weights(self):
+        return self._has_weights
 
     @property
     def closed(self):

@@ -38,6 +38,30 @@ def test_many_handles_alive_in_any_order(ranks, layout):
     cases.run(ranks, [program])
 
 
+def not_written(context):
+    """The engine trusts what a handle says of its routing."""
+    make = np.asarray
+    if context.on_gpu:
+        import cupy
+
+        make = cupy.asarray
+    with context.comm(num_experts=6, num_topk=2, hidden=16, max_tokens_per_rank=16, dtype="float32") as comm:
+        handle = comm.dispatch(make(np.ones((3, 16), np.float32)), make(np.zeros((3, 2), np.int64))).handle
+        names = ("layout", "expert_alignment", "capacity", "generation", "num_tokens", "num_rows", "has_weights",
+                 "closed")  # fmt: skip
+        before = {name: getattr(handle, name) for name in names}
+        for name in names:
+            with pytest.raises(AttributeError):
+                setattr(handle, name, 10**6)
+        assert {name: getattr(handle, name) for name in names} == before
+        rows = handle.num_rows
+        assert comm.combine(make(np.ones((rows, 16), np.float32)), handle).x.shape == (3, 16)
+
+
+def test_what_a_handle_says_cannot_be_written(ranks):
+    ranks.run(not_written)
+
+
 def backward_identities(context, layout, x, idx, weights, gz, want_gx, want_gw):
     """Backward of dispatch is a combine, backward of combine is a dispatch: <gz, combine(dispatch(x))> agrees."""
     with context.comm(num_experts=6, num_topk=2, hidden=16, max_tokens_per_rank=16, dtype="float32") as comm:
