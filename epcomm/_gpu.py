@@ -2,28 +2,40 @@
 
 import ctypes
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from epcomm import _arrays
 from epcomm.errors import InvalidArgumentError
 
+_MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED, of drivers for CUDA 12.0 and newer
+
+
+def _of_device(device: int, ask: Callable[[ctypes.CDLL, ctypes.c_int], int]) -> bool:
+    """Whether the driver answers a question about a device; makes no context."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        handle = ctypes.c_int()
+        return not (driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), device) or ask(driver, handle))
+    except (OSError, AttributeError):  # no library, or one without that function
+        return False
+
 
 def pci_address(device: int) -> str | None:
     """Where a GPU sits, such as ``0000:17:00.0``; None if the driver does not say."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    text = ctypes.create_string_buffer(32)
+    if not _of_device(device, lambda driver, handle: driver.cuDeviceGetPCIBusId(text, len(text), handle)):
         return None
-    handle, text = ctypes.c_int(), ctypes.create_string_buffer(32)
-    calls = (
-        lambda: driver.cuInit(0),
-        lambda: driver.cuDeviceGet(ctypes.byref(handle), device),
-        lambda: driver.cuDeviceGetPCIBusId(text, len(text), handle),
-    )
-    try:
-        return None if any(call() for call in calls) else text.value.decode().lower()
-    except AttributeError:  # a library without that function
+    return text.value.decode().lower()
+
+
+def under_mps(device: int) -> bool | None:
+    """Whether contexts on a GPU are shared through CUDA MPS; None if the driver does not say, as an old one."""
+    mps = ctypes.c_int()
+    found = ctypes.byref(mps)
+    if not _of_device(device, lambda driver, handle: driver.cuDeviceGetAttribute(found, _MPS_ENABLED, handle)):
         return None
+    return mps.value != 0
 
 
 def handle_of(stream: Any, name: str) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from epcomm import _console, _info_rdma, _registry, config
+from epcomm import _console, _gpu, _info_rdma, _registry, config
 from epcomm._version import __version__
 from epcomm.errors import EpcommError
 
@@ -117,7 +117,7 @@ def _value(name: str, value: Any) -> str:
 
 
 def _label(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ").replace("dev shm", "/dev/shm")
+    return name.removesuffix("_bytes").replace("_", " ").replace("dev shm", "/dev/shm").replace("cuda mps", "CUDA MPS")
 
 
 def _backend(row: _registry.Backend) -> dict[str, Any]:
@@ -148,6 +148,7 @@ def _devices() -> dict[str, Any]:
         "locked_memory_limit_bytes": _limit(resource.RLIMIT_MEMLOCK),
         "open_files_limit": _limit(resource.RLIMIT_NOFILE),
         "gpus": _gpus(),
+        "cuda_mps": _gpu.under_mps(0) or False,
         "rdma_devices": _names("/sys/class/infiniband"),
     }
 

@@ -44,6 +44,7 @@ cdef extern from "nvlink/factory.hpp" namespace "epcomm::nvlink" nogil:
         uint64_t heap()
         uint64_t peer_heap(int peer)
         vector[int] same_gpu() except +
+        cbool mps()
 
     _cpp.Status c_probe "epcomm::nvlink::probe"()
     unique_ptr[NvlinkBackend] create(const Options& options)
@@ -130,6 +131,11 @@ cdef class Backend(BackendBase):
         return self.nvlink.same_gpu()
 
     @property
+    def mps(self) -> bool:
+        """Whether this rank and those on the same GPU run side by side, through CUDA MPS; known once connected."""
+        return self.nvlink.mps()
+
+    @property
     def heap_ptr(self) -> int:
         """Device address of the own heap, 0 before ``alloc_heap``."""
         return self.nvlink.heap()
@@ -140,7 +146,11 @@ cdef class Backend(BackendBase):
         others = self.same_gpu
         if others and rank < min(others):
             ranks = ", ".join(map(str, [rank, *others]))
-            log.warning("ranks %s share one GPU: they take turns on it, which is slow", ranks)
+            if self.mps:
+                how = "they run side by side through CUDA MPS, and divide its multiprocessors and memory rate"
+            else:
+                how = "they take turns on it, which is slow; under CUDA MPS (nvidia-cuda-mps-control -d) they would not"
+            log.warning("ranks %s share one GPU: %s", ranks, how)
 
     def device_ctx(self) -> bytes:
         """Bytes of the ``epcomm::device::NvlinkCtx`` that kernels take by value; valid until ``close``."""

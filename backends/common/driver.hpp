@@ -41,6 +41,7 @@ enum CuAttribute : int {
   kCuVirtualMemory = 102,
   kCuHandleFd = 103,
   kCuHandleFabric = 128,
+  kCuMps = 133,  // contexts are shared through MPS; unknown to drivers before 12.0
 };
 
 enum CuPeerAttribute : int { kCuPeerNativeAtomics = 3 };

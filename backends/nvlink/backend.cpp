@@ -50,6 +50,7 @@ class Nvlink final : public NvlinkBackend {
   uint64_t heap() const noexcept override { return own_.heap(); }
   uint64_t peer_heap(int peer) const noexcept override;
   std::vector<int> same_gpu() const override { return same_gpu_; }
+  bool mps() const noexcept override { return mps_; }
 
  private:
   Status join(int rank, const std::vector<std::string>& infos, uint64_t state_word,
@@ -70,6 +71,7 @@ class Nvlink final : public NvlinkBackend {
   std::vector<Memory> peers_;  // by rank; the own entry is empty
   std::vector<PeerFacts> facts_;
   std::vector<int> same_gpu_;
+  bool mps_ = false;
   common::FdExchange exchange_;
   common::Liveness liveness_;
   device::NvlinkCtx ctx_{};
@@ -111,6 +113,7 @@ Status Nvlink::export_info(std::string* out) noexcept {
     }
     PeerFacts own;
     own.uuid = gpu_.uuid();
+    own.mps = mps_ = gpu_.has(common::kCuMps);
     own.ticket = own_.ticket();
     EPCOMM_RETURN_IF_ERROR(blocked_peers(gpu_, &own.blocked));
     EPCOMM_RETURN_IF_ERROR(exchange_.listen());
@@ -161,7 +164,9 @@ Status Nvlink::join(int rank, const std::vector<std::string>& infos, uint64_t st
   facts_.resize(infos.size());
   for (int peer = 0; peer < num_ranks; ++peer) {
     EPCOMM_RETURN_IF_ERROR(decode_facts(infos[size_t(peer)], peer, &facts_[size_t(peer)]));
-    if (peer != rank && facts_[size_t(peer)].uuid == gpu_.uuid()) same_gpu_.push_back(peer);
+    if (peer == rank || facts_[size_t(peer)].uuid != gpu_.uuid()) continue;
+    same_gpu_.push_back(peer);
+    mps_ = mps_ && facts_[size_t(peer)].mps;  // one that is outside takes turns with all others
   }
   EPCOMM_RETURN_IF_ERROR(check_facts(facts_));
 

@@ -33,6 +33,7 @@ class NvlinkBackend : public Backend {
   virtual uint64_t heap() const noexcept = 0;               // device address, 0 before alloc_heap()
   virtual uint64_t peer_heap(int peer) const noexcept = 0;  // 0: none; own rank: own heap
   virtual std::vector<int> same_gpu() const = 0;            // other ranks on this rank's GPU
+  virtual bool mps() const noexcept = 0;  // this rank and those run side by side, through CUDA MPS
 };
 
 // Ok, or why this backend cannot run here. Initialises the driver, makes no context.

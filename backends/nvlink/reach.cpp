@@ -99,6 +99,7 @@ Status encode_facts(const PeerFacts& own, const common::FdExchange& exchange, st
   info.set("pid", uint64_t(getpid()));
   info.set("gpu", own.uuid);
   info.set("blocked", blocked.empty() ? kNothing : blocked);
+  info.set("mps", uint64_t(own.mps));
   info.set("share", uint64_t(own.ticket.share));
   info.set("handle", own.ticket.handle.empty() ? kNothing : own.ticket.handle);
   info.set("heap", own.ticket.heap_bytes);
@@ -111,11 +112,12 @@ Status encode_facts(const PeerFacts& own, const common::FdExchange& exchange, st
 Status decode_facts(const std::string& bytes, int peer, PeerFacts* out) {
   common::Info info;
   std::string blocked;
-  uint64_t share;
+  uint64_t share, mps;
   EPCOMM_RETURN_IF_ERROR(common::Info::decode(bytes, peer, kName, kInfoVersion, &info));
   EPCOMM_RETURN_IF_ERROR(common::FdExchange::parse(info, peer, &out->address));
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "gpu", &out->uuid));
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "blocked", &blocked));
+  EPCOMM_RETURN_IF_ERROR(info.get(peer, "mps", &mps));
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "share", &share));
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "handle", &out->ticket.handle));
   EPCOMM_RETURN_IF_ERROR(info.get(peer, "heap", &out->ticket.heap_bytes));
@@ -127,6 +129,7 @@ Status decode_facts(const std::string& bytes, int peer, PeerFacts* out) {
                  share);
   }
   out->ticket.share = Share(share);
+  out->mps = mps != 0;
   const uint64_t heap = out->ticket.heap_bytes, mapped = out->ticket.mapped_bytes;
   if (mapped < Memory::kTailBytes || heap > mapped - Memory::kTailBytes) {
     return error(Code::kUnavailable, peer,

@@ -16,6 +16,7 @@ constexpr char kName[] = "nvlink";
 struct PeerFacts {
   std::string uuid;                  // of its GPU
   std::vector<std::string> blocked;  // as in missing_pairs()
+  bool mps = false;                  // its process shares the GPU through CUDA MPS
   Ticket ticket;
   common::PeerAddress address;
 };

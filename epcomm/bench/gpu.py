@@ -34,6 +34,9 @@ DEFINITIONS = {
     "push, pull": "plain copies of one rank's token rows to and from the next rank's memory by as many "
                   "multiprocessors; `store` writes alone, to own memory, where no link holds them up; `copy engine` "
                   "is the driver's copy to the next rank; all ranks at once",
+    "shared": "ranks that share a GPU take turns on it, and times are those of the turns; under CUDA MPS they run side "
+              "by side, each on as many multiprocessors as the call takes, and divide the memory's rate, as the rates "
+              "measured here do; neither crosses a link",
     "floor": "max(bytes that leave or reach a GPU / copy engine's rate, bytes stored / store rate of as many "
              "multiprocessors), all measured in this run",
     "share": "floor / median",
@@ -108,6 +111,7 @@ def measure(shape: Shape, settings: dict[str, Any], num_ranks: int, repeat: int,
         run["num_ranks"], run["ranks"] = ranks.num_ranks, described
         run["gpus"] = len({told["uuid"] for told in described})
         run["linked"] = run["gpus"] == ranks.num_ranks > 1
+        run["mps"] = all(told["mps"] for told in described)
         most = min(told["sms"] for told in described)
         wanted = [count for count in sms if count <= most]
         for count in set(sms).difference(wanted):
@@ -199,10 +203,13 @@ def note(run: dict[str, Any]) -> str | None:
         return None
     if run["num_ranks"] == 1:
         return "one rank: nothing crossed a link, and no time here is a figure of one"
+    mps = run.get("mps", False)  # of reports that did not tell: no
     if run["gpus"] == 1:
-        return "ranks share a GPU and take turns on it: nothing crossed a link, and no time here is a figure of one"
-    return (f"{run['num_ranks']} ranks share {run['gpus']} GPUs and take turns on them, which is slow: no time here is "
-            "a figure of a link")
+        how = "run side by side on it through CUDA MPS, at its memory's rate" if mps else "take turns on it"
+        return f"ranks share a GPU and {how}: nothing crossed a link, and no time here is a figure of one"
+    how = ("run side by side on them through CUDA MPS, at their memories' rates" if mps else
+           "take turns on them, which is slow")
+    return (f"{run['num_ranks']} ranks share {run['gpus']} GPUs and {how}: no time here is a figure of a link")
 
 
 def show(report: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import epcomm
-from epcomm import bootstrap, config, kernels
+from epcomm import _gpu, bootstrap, config, kernels
 from epcomm._launch import Place
 from epcomm.bench.cases import WrongResult
 from epcomm.bench.workload import Shape, Workload
@@ -88,7 +88,8 @@ class GpuRank:
         torch = self._torch
         told = torch.cuda.get_device_properties(self._index)
         return {"backend": self.comm.backend, "gpu": told.name, "uuid": str(told.uuid),
-                "sms": told.multi_processor_count, "torch": torch.__version__, "rows_sent": self._workload.rows_sent,
+                "mps": _gpu.under_mps(self._index) or False, "sms": told.multi_processor_count,
+                "torch": torch.__version__, "rows_sent": self._workload.rows_sent,
                 "rows_to": self._workload.rows(self._workload.topk_idx).tolist()}
 
     def _operations(self, sms: int) -> dict[str, Callable[[int], Any]]:

@@ -120,7 +120,8 @@ def test_a_backend_of_other_memory_is_refused_before_ranks_start(monkeypatch, ca
     monkeypatch.setattr(gpu, "why_not", lambda: None)
     assert cli.main([*arguments, *TINY]) == 1
     err = capsys.readouterr().err
-    assert err.startswith(f"bench: --backend is '{arguments[1]}', which has {kinds[0]} memory, but these are {kinds[1]} ")
+    has, takes = kinds
+    assert err.startswith(f"bench: --backend is '{arguments[1]}', which has {has} memory, but these are {takes} arrays")
     assert "--device cuda" in err and err.count("\n") == 1
 
 

@@ -136,15 +136,31 @@ def test_two_objects_in_one_process(start, way):
     assert worker.do("(a.same_gpu, b.same_gpu)") == ([1], [0])
 
 
-def test_sharing_one_gpu_is_told_once(start):
-    workers, infos = start({"gpus": "0,1"}, {}, {})
+TURNS = "ranks 0, 1, 2 share one GPU: they take turns on it, which is slow; under CUDA MPS"
+
+
+@pytest.mark.parametrize(("mps", "said"), [
+    ((), TURNS), ((0, 0, 0), TURNS), ((1, 1, 1), "ranks 0, 1, 2 share one GPU: they run side by side through CUDA MPS"),
+    ((1, 1, 0), TURNS), ((0, 1, 1), TURNS)])  # one that is no client of MPS takes turns with those that are
+def test_sharing_one_gpu_is_told_once(start, mps, said):
+    settings = [{"mps": each} for each in mps] or [{}, {}, {}]
+    workers, infos = start({**settings[0], "gpus": "0,1"}, *settings[1:])
     for worker in workers:
         worker.do("names.update(told=[], logging=__import__('logging'))")
         worker.do("setattr(logging.getLogger('epcomm'), 'warning', lambda *words: told.append(words[0] % words[1:]))")
     connect_all(workers, infos)
     told = [worker.do("told") for worker in workers]
     assert told[1:] == [[], []]
-    assert len(told[0]) == 1 and "ranks 0, 1, 2 share one GPU" in told[0][0]
+    assert len(told[0]) == 1 and told[0][0].startswith(said)
+    assert {worker.do("b.mps") for worker in workers} == {said != TURNS}
+
+
+@pytest.mark.parametrize(("fake", "want"), [({}, None), ({"mps": 0}, False), ({"mps": 1}, True)])
+def test_mps_is_asked_of_the_driver_without_a_context(fake, want):
+    code = ("import ctypes\nfrom epcomm import _gpu, _info\n"
+            "print(_gpu.under_mps(0), _info.collect()['devices']['cuda_mps'],"
+            "ctypes.CDLL('libcuda.so.1').fake_cuda_live(b'contexts'))")
+    assert fake_cuda.python(code, **fake).stdout == f"{want} {want or False} 0\n"
 
 
 @pytest.mark.parametrize("fake, way", [

@@ -9,6 +9,8 @@
 //   FAKE_CUDA_VERSION, FAKE_CUDA_CAPABILITY (80), FAKE_CUDA_FREE (bytes), FAKE_CUDA_INIT (result)
 //   FAKE_CUDA_REFUSE=fd,fabric,ipc   ways to share that are refused when they are used
 //   FAKE_CUDA_OFFER=fd,fabric        ways that the attributes offer (default fd)
+//   FAKE_CUDA_MPS=1                  whether contexts are shared through MPS; without it, as an old
+//                                    driver, it knows no such attribute
 //   FAKE_CUDA_UNWRITABLE=address     copies to the 64 KiB that begin there fail
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -137,6 +139,9 @@ FAKE cuDeviceGetAttribute(int* value, CuAttribute attribute, CuDevice) {
     case kCuHandleFabric:
       *value = listed("FAKE_CUDA_OFFER", "fd", "fabric");
       return 0;
+    case kCuMps:
+      *value = std::atoi(setting("FAKE_CUDA_MPS", "-1"));
+      return *value < 0 ? kInvalid : 0;
   }
   return kInvalid;
 }

@@ -26,6 +26,7 @@ class MadeUp:
     """Ranks on `gpus` GPUs, whose calls take what their rows take over links of 400 GB/s, and a little more."""
 
     gpus = 8
+    mps: tuple[int, ...] = ()  # ranks under CUDA MPS
     speaks = True
     fails: tuple[int, ...] = ()
 
@@ -48,8 +49,8 @@ class MadeUp:
 
     def describe(self, rank):
         load = workload.Workload(self.shape, rank, self.num_ranks)
-        return {"backend": "nvlink", "gpu": "NVIDIA H200", "uuid": f"GPU-{rank % self.gpus}", "sms": 132,
-                "torch": "2", "rows_sent": load.rows_sent, "rows_to": load.rows(load.topk_idx).tolist()}
+        return {"backend": "nvlink", "gpu": "NVIDIA H200", "uuid": f"GPU-{rank % self.gpus}", "sms": 132, "torch": "2",
+                "mps": rank in self.mps, "rows_sent": load.rows_sent, "rows_to": load.rows(load.topk_idx).tolist()}
 
     def floors_of(self, rank, sms):
         return {"push": min(48.0 * sms, 350), "store": 48.0 * sms, "pull": 330.0, "copy engine": 390.0}
@@ -165,6 +166,24 @@ def test_more_ranks_than_gpus_run_and_are_told(made_up, tmp_path, capsys):
     made_up.gpus = 1
     assert bench("--ranks", "3") == 0
     assert "ranks share a GPU and take turns on it: nothing crossed a link" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_ranks_under_mps_run_side_by_side_and_are_told_so(made_up, tmp_path, capsys, gpus):
+    file = tmp_path / "report.json"
+    made_up.gpus, made_up.mps = gpus, (0, 1, 2)
+    it, them = ("a GPU", "it") if gpus == 1 else ("2 GPUs", "them")
+    side_by_side = f"{it} and run side by side on {them} through CUDA MPS"
+    assert bench("--ranks", "3", "--json", file) == 0
+    assert side_by_side in capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert report["runs"][0]["mps"] is True and "side by side" in report["definitions"]["shared"]
+    del report["runs"][0]["mps"]
+    assert "take turns" in gpu.note(report["runs"][0])
+    made_up.mps = (0, 1)
+    assert bench("--ranks", "3", "--json", file) == 0
+    assert json.loads(file.read_text())["runs"][0]["mps"] is False
+    assert "take turns on" in capsys.readouterr().out
 
 
 def test_a_number_of_ranks_that_fails_keeps_the_others_from_nothing(made_up, tmp_path, capsys):
