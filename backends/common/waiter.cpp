@@ -77,6 +77,33 @@ int Waiter::lost_peer() const noexcept {
   return lost;
 }
 
+// Whom a peer that gave up blames: a rank other than itself, or -1.
+int Waiter::told_by(int peer) const noexcept {
+  const int told = lost_of(state_word(peer));
+  return told >= 0 && told < setup_.num_ranks && told != peer ? told : -1;
+}
+
+// "gave up ...", with the reason as far as that rank told it.
+void Waiter::write_gave_up(int peer, char* text, size_t size) const noexcept {
+  const int told = told_by(peer);
+  if (told < 0) {
+    std::snprintf(text, size, "gave up after an error of its own (see its output)");
+  } else if (told == setup_.rank) {
+    std::snprintf(text, size, "gave up because of this one, rank %d, which was late or not reached",
+                  told);
+  } else {
+    std::snprintf(text, size, "gave up because of rank %d", told);
+  }
+}
+
+void Waiter::write_lost(int peer, char* text, size_t size) const noexcept {
+  const std::string why = setup_.liveness->why_lost(peer);
+  char gave_up[128] = "";
+  if (word_state(peer) == PeerState::kBroken) write_gave_up(peer, gave_up, sizeof gave_up);
+  std::snprintf(text, size, "rank %d is lost: %s%s%s", peer, why.c_str(),
+                *gave_up ? "; before that it " : "", gave_up);
+}
+
 // Why the wait cannot end well, or ok if it still can.
 Status Waiter::loss(const Pending& pending) noexcept {
   const int peer = pending.peer;
@@ -94,19 +121,16 @@ Status Waiter::loss(const Pending& pending) noexcept {
   if (pending.ready()) return {};
 
   int culprit = lost >= 0 && state != PeerState::kLeft ? lost : peer;
-  char reason[512];
+  char reason[512], gave_up[128];
   if (lost >= 0 && state != PeerState::kLeft) {
-    std::snprintf(reason, sizeof reason, "rank %d is lost: %s", lost,
-                  setup_.liveness->why_lost(lost).c_str());
+    write_lost(lost, reason, sizeof reason);
   } else if (state == PeerState::kLeft) {
     std::snprintf(reason, sizeof reason, "rank %d left: it closed its communicator", peer);
-  } else if (const int told = lost_of(state_word(peer));
-             told >= 0 && told < setup_.num_ranks && told != setup_.rank && told != peer) {
-    culprit = told;
-    std::snprintf(reason, sizeof reason, "rank %d gave up because of rank %d", peer, told);
   } else {
-    std::snprintf(reason, sizeof reason,
-                  "rank %d gave up after an error of its own (see its output)", peer);
+    const int told = told_by(peer);
+    if (told >= 0 && told != setup_.rank) culprit = told;
+    write_gave_up(peer, gave_up, sizeof gave_up);
+    std::snprintf(reason, sizeof reason, "rank %d %s", peer, gave_up);
   }
   return error(Code::kPeerLost, culprit,
                "%s (%s): %s; waited %.3f s for rank %d, expected %" PRIu64 ", seen %" PRIu64,

@@ -44,6 +44,8 @@ class Waiter {
   // A peer that said it left stays kLeft: the end of its process is no loss any more.
   PeerState peer_state(int peer) const noexcept;
   void abort(const Status& why) noexcept;
+  // "rank N is lost: ...", with what it had told before it was.
+  void write_lost(int peer, char* text, size_t size) const noexcept;
 
  private:
   struct Pending;  // one wait
@@ -51,6 +53,8 @@ class Waiter {
   uint64_t state_word(int peer) const noexcept;
   PeerState word_state(int peer) const noexcept;
   int lost_peer() const noexcept;
+  int told_by(int peer) const noexcept;
+  void write_gave_up(int peer, char* text, size_t size) const noexcept;
   Status loss(const Pending& pending) noexcept;
   Status aborted() noexcept;
 

@@ -55,7 +55,7 @@ def test_b56_a_sleeping_peer_is_named(job):
         assert seconds < AT_ONCE_S * slack(), (name, seconds)
     woken = ranks.answer(1)
     assert woken.failure is not None and woken.failure.kind == "PeerLostError", woken
-    assert woken.failure.peer == 0 and "gave up" in woken.failure.text
+    assert woken.failure.peer == 0 and "rank 0 gave up because of this one, rank 1" in woken.failure.text, woken
     assert ranks.values(took, ranks=(1,))[0] < AT_ONCE_S * slack()
     for answer in ranks.run(close):
         assert answer.failure is None and answer.end - answer.start < AT_ONCE_S * slack()
@@ -72,6 +72,19 @@ def test_b56_a_process_that_gave_up_ends_by_itself(job):
     assert ranks.leave(0) == 0
     assert "Exception ignored" not in ranks.stderr(0)
     ranks.signal(1)
+
+
+def test_b56_a_peer_that_gave_up_and_ended_is_lost_for_that_reason(job):
+    """The end of its process does not hide what it had told before."""
+    ranks = job(2)
+    limit_s = limit(0.5)
+    ranks.values(create, timeout_s=limit_s)
+    check_timeout(ranks.run(once, ranks=(0,), way="expert")[0], 1, "dispatch", "entry", limit_s)
+    assert ranks.leave(0) == 0
+    (answer,) = ranks.run(once, ranks=(1,), way="expert")
+    failure = answer.failure
+    assert failure.kind == "PeerLostError" and failure.peer == 0, failure
+    assert "rank 0 is lost" in failure.text and "gave up because of this one, rank 1" in failure.text, failure
 
 
 @pytest.mark.parametrize("way", ["expert", "rank, async"])

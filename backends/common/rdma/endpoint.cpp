@@ -326,8 +326,9 @@ Status RdmaEndpoint::quiet_status(int peer, const Status& status, const WaitSpec
   // What was sent to a lost peer is done too, but not carried out.
   if (status.ok() && peer_state(peer) == PeerState::kDead) {
     return guarded([&] {
-      return error(Code::kPeerLost, peer, "%s (%s): rank %d is lost: %s", spec.operation,
-                   spec.phase, peer, liveness_.why_lost(peer).c_str());
+      char lost[512];
+      waiter_.write_lost(peer, lost, sizeof lost);
+      return error(Code::kPeerLost, peer, "%s (%s): %s", spec.operation, spec.phase, lost);
     });
   }
   return status;
