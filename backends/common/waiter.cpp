@@ -104,6 +104,33 @@ void Waiter::write_lost(int peer, char* text, size_t size) const noexcept {
                 *gave_up ? "; before that it " : "", gave_up);
 }
 
+// Whom to name, and a text, where nothing more comes from a peer. `lost`: lost_peer().
+void Waiter::blame(int peer, PeerState state, int lost, Blame* out) const noexcept {
+  out->culprit = lost >= 0 && state != PeerState::kLeft ? lost : peer;
+  if (lost >= 0 && state != PeerState::kLeft) {
+    write_lost(lost, out->reason, sizeof out->reason);
+  } else if (state == PeerState::kLeft) {
+    std::snprintf(out->reason, sizeof out->reason, "rank %d left: it closed its communicator",
+                  peer);
+  } else {
+    const int told = told_by(peer);
+    if (told >= 0 && told != setup_.rank) out->culprit = told;
+    char gave_up[128];
+    write_gave_up(peer, gave_up, sizeof gave_up);
+    std::snprintf(out->reason, sizeof out->reason, "rank %d %s", peer, gave_up);
+  }
+}
+
+Status Waiter::gave_up(int peer, const WaitSpec& spec) noexcept {
+  return guarded([&] {
+    setup_.liveness->scan();
+    Blame found;
+    blame(peer, PeerState::kBroken, lost_peer(), &found);
+    return error(Code::kPeerLost, found.culprit, "%s (%s): %s", spec.operation, spec.phase,
+                 found.reason);
+  });
+}
+
 // Why the wait cannot end well, or ok if it still can.
 Status Waiter::loss(const Pending& pending) noexcept {
   const int peer = pending.peer;
@@ -120,21 +147,11 @@ Status Waiter::loss(const Pending& pending) noexcept {
   // Looked at after the state: what had arrived before the peer went still counts.
   if (pending.ready()) return {};
 
-  int culprit = lost >= 0 && state != PeerState::kLeft ? lost : peer;
-  char reason[512], gave_up[128];
-  if (lost >= 0 && state != PeerState::kLeft) {
-    write_lost(lost, reason, sizeof reason);
-  } else if (state == PeerState::kLeft) {
-    std::snprintf(reason, sizeof reason, "rank %d left: it closed its communicator", peer);
-  } else {
-    const int told = told_by(peer);
-    if (told >= 0 && told != setup_.rank) culprit = told;
-    write_gave_up(peer, gave_up, sizeof gave_up);
-    std::snprintf(reason, sizeof reason, "rank %d %s", peer, gave_up);
-  }
-  return error(Code::kPeerLost, culprit,
+  Blame found;
+  blame(peer, state, lost, &found);
+  return error(Code::kPeerLost, found.culprit,
                "%s (%s): %s; waited %.3f s for rank %d, expected %" PRIu64 ", seen %" PRIu64,
-               pending.spec.operation, pending.spec.phase, reason, pending.elapsed_s(), peer,
+               pending.spec.operation, pending.spec.phase, found.reason, pending.elapsed_s(), peer,
                pending.value, load(pending.word));
 }
 

@@ -43,18 +43,27 @@ class Waiter {
   Status wait(int peer, const std::byte* word, uint64_t value, const WaitSpec& spec) noexcept;
   // A peer that said it left stays kLeft: the end of its process is no loss any more.
   PeerState peer_state(int peer) const noexcept;
+  // What a wait for a peer that gave up would say.
+  Status gave_up(int peer, const WaitSpec& spec) noexcept;
+  // Set by abort() and never taken back.
+  const std::atomic<bool>& aborted_flag() const noexcept { return aborted_; }
   void abort(const Status& why) noexcept;
   // "rank N is lost: ...", with what it had told before it was.
   void write_lost(int peer, char* text, size_t size) const noexcept;
 
  private:
   struct Pending;  // one wait
+  struct Blame {
+    int culprit;
+    char reason[512];
+  };
 
   uint64_t state_word(int peer) const noexcept;
   PeerState word_state(int peer) const noexcept;
   int lost_peer() const noexcept;
   int told_by(int peer) const noexcept;
   void write_gave_up(int peer, char* text, size_t size) const noexcept;
+  void blame(int peer, PeerState state, int lost, Blame* out) const noexcept;
   Status loss(const Pending& pending) noexcept;
   Status aborted() noexcept;
 

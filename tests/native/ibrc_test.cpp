@@ -119,6 +119,36 @@ void endings() {
   EXPECT(seconds_since(start) < 5, "closing took %.1f s", seconds_since(start));
 }
 
+// A peer that gave up and went takes nothing any more: what it was sent then is not called done.
+void broken_takes_nothing() {
+  Ranks ranks({});
+  EXPECT_OK(ranks[1].signal(0, 2, kState + kSignalStride, state_value(PeerState::kBroken)));
+  EXPECT_OK(ranks[1].quiet(0, 2, spec()));
+  const auto state = [&] { return ranks[0].peer_state(1); };
+  for (const auto start = Clock::now(); state() == PeerState::kAlive;) {
+    EXPECT(seconds_since(start) < 30, "it never said that it gave up");
+  }
+  EXPECT(state() == PeerState::kBroken, "state %d", int(state()));
+  EXPECT_OK(ranks[0].put_signal(1, 0, 16384, 16384, 4096, kWords, 1));
+  EXPECT_OK(ranks[1].wait(0, kWords, 1, spec()));
+  // This model of a NIC does not see that the other end is gone.
+  EXPECT_OK(ranks.backends[0]->break_queue(1, 0));
+  EXPECT_OK(ranks.backends[1]->close());
+  const auto completions = [&] { return ranks.backends[0]->stats().completions; };
+  const uint64_t before = completions();
+  EXPECT_OK(ranks[0].put_signal(1, 0, 16384, 16384, 4096, kWords, 1));
+  for (const auto start = Clock::now(); completions() == before;) {  // the proxy drops it then
+    EXPECT(seconds_since(start) < 60, "no completion");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  const Status lost = ranks[0].quiet(1, 0, spec());
+  EXPECT(lost.code == Code::kPeerLost && lost.peer == 1 &&
+             lost.text.find("rank 1 gave up") != std::string::npos,
+         "code %d: %s", int(lost.code), lost.text.c_str());
+  ranks.close();
+}
+
 // Whoever lost its own port says so, whomever it misses.
 void own_port() {
   Setup setup;
@@ -259,6 +289,7 @@ int main(int argc, char** argv) {
   const int files = open_files();
   arguments();
   endings();
+  broken_takes_nothing();
   hearsay();
   own_port();
   faults();

@@ -145,7 +145,11 @@ Status RdmaEndpoint::join(int rank, const std::vector<std::string>& infos, uint6
   if (!options_.callers_look) setup.bell = &room_;
   room_waiter_.setup(setup);
   waiting_ = std::make_unique<std::atomic<int>[]>(infos.size());
-  for (int peer = 0; peer < num_ranks_; ++peer) waiting_[size_t(peer)] = 0;
+  dropped_ = std::make_unique<std::atomic<bool>[]>(infos.size());
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    waiting_[size_t(peer)] = 0;
+    dropped_[size_t(peer)] = false;
+  }
   EPCOMM_RETURN_IF_ERROR(liveness_.start(
       std::move(processes), [](void* arg) { static_cast<Bell*>(arg)->ring_always(); }, &room_));
   EPCOMM_RETURN_IF_ERROR(start(local_ranks));
@@ -331,6 +335,10 @@ Status RdmaEndpoint::quiet_status(int peer, const Status& status, const WaitSpec
       return error(Code::kPeerLost, peer, "%s (%s): %s", spec.operation, spec.phase, lost);
     });
   }
+  // One that gave up may have taken all of it before.
+  if (status.ok() && dropped_[size_t(peer)].load() && peer_state(peer) != PeerState::kLeft) {
+    return waiter_.gave_up(peer, spec);
+  }
   return status;
 }
 
@@ -346,6 +354,7 @@ void RdmaEndpoint::abort(const Status& why) noexcept {
 // ---- what whoever posts finds out
 
 void RdmaEndpoint::note_lost(int peer, const std::string& why) noexcept {
+  dropped_[size_t(peer)] = true;
   // The queue pairs of a peer that left or gave up end with it: that is no news.
   if (waiter_.peer_state(peer) != PeerState::kAlive) return;
   guarded([&] {

@@ -129,8 +129,9 @@ class RdmaEndpoint : public PairMember, public HostTransport {
   Segment* heap_ = nullptr;     // own_, or an adopted one
   std::vector<Segment> peers_;  // by rank; only for a provider without a wire
   Rdma rdma_;
-  std::vector<bool> far_;                        // by rank
-  std::unique_ptr<std::atomic<int>[]> waiting_;  // by peer: threads that wait for its words
+  std::vector<bool> far_;                         // by rank
+  std::unique_ptr<std::atomic<int>[]> waiting_;   // by peer: threads that wait for its words
+  std::unique_ptr<std::atomic<bool>[]> dropped_;  // by peer: what it was sent is finished unseen
   FdExchange exchange_;
   Liveness liveness_;
   Waiter waiter_;       // for words that NICs write: nobody rings
