@@ -107,6 +107,7 @@ Status Ibgda::start(int) {
       }
       setup.settle_ns = common::seconds_to_ns(rdma().try_seconds());
       setup.turn_ns = common::seconds_to_ns(timeout_s());
+      setup.aborted = &waiter().aborted_flag();
       setup.heap = reinterpret_cast<uint64_t>(heap());
       // Asked by any thread whether the peer is there.
       setup.shared = options_.shared || channel == num_channels() - 1;
@@ -184,11 +185,14 @@ void Ibgda::lose(Lane& lane, const mlx5::Failure& why) noexcept {
       note_lost(queue.peer, text.text);
       return text;
     }
-    if (why.syndrome == Lane::kStalled) {
+    if (why.syndrome == Lane::kStalled || why.syndrome == Lane::kAborted) {
+      const bool aborted = why.syndrome == Lane::kAborted;
       const Status text = error(Code::kPeerLost, queue.peer,
                                 "%s: a thread took work request %u or one before it and did not "
-                                "post it within %g s",
-                                which.c_str(), why.index, timeout_s());
+                                "post it within %g s%s",
+                                which.c_str(), why.index,
+                                aborted ? double(Lane::kAbortedTurnNs) * 1e-9 : timeout_s(),
+                                aborted ? " after abort()" : "");
       note_lost(queue.peer, text.text);
       return text;
     }

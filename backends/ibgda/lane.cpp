@@ -28,6 +28,7 @@ Lane::Lane(const Setup& setup)
       heap_(setup.heap),
       turn_ns_(setup.turn_ns),
       settle_ns_(setup.settle_ns),
+      aborted_(setup.aborted),
       depth_(rings_of(setup.pair.view).room),
       max_message_(setup.pair.rdma->max_message) {
   halves_[0].pair = setup.pair;
@@ -154,10 +155,16 @@ bool Lane::post_shared(Make&& make) noexcept {
     }
   }
   int64_t end = 0;
+  uint8_t why = kStalled;
   const auto in_turn = [&](auto&& done) {  // of threads that may have stopped
     while (!done()) {
-      if (end == 0) end = common::now_ns() + turn_ns_;
-      if (common::now_ns() > end) fail({kStalled, 0, uint16_t(number)});
+      const int64_t now = common::now_ns();
+      if (end == 0) end = now + turn_ns_;
+      if (why == kStalled && aborted_ && aborted_->load(std::memory_order_relaxed)) {
+        why = kAborted;
+        end = std::min(end, now + kAbortedTurnNs);
+      }
+      if (now > end) fail({why, 0, uint16_t(number)});
       if (failed()) return false;
       HostMemory::pause();
     }

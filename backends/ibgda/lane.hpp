@@ -64,10 +64,15 @@ class Lane {
     bool shared = false;
     int64_t settle_ns = 0;  // what the first queue pair sent may be on its way for so long
     int64_t turn_ns = 0;    // how long a thread waits for those that took a number before it
+    // Once set, by abort(): no longer than kAbortedTurnNs, so that a rank that gives up can say so.
+    const std::atomic<bool>* aborted = nullptr;
   };
-  // Syndromes of a lane where one of them never came, or that has no memory for a signal's sum.
+  static constexpr int64_t kAbortedTurnNs = 500 * 1000 * 1000;
+  // Syndromes of a lane where one of them never came, also until abort(), or that has no memory
+  // for a signal's sum.
   static constexpr uint8_t kStalled = 0xfe;
   static constexpr uint8_t kNoMemory = 0xfd;
+  static constexpr uint8_t kAborted = 0xfc;
 
   explicit Lane(const Setup& setup);
 
@@ -155,6 +160,7 @@ class Lane {
   const bool shared_;
   const uint64_t heap_;
   const int64_t turn_ns_, settle_ns_;
+  const std::atomic<bool>* const aborted_;
   uint32_t depth_;
   uint32_t max_message_;
   Half halves_[2];

@@ -149,6 +149,32 @@ void endings() {
   EXPECT(seconds_since(start) < 5, "closing took %.1f s", seconds_since(start));
 }
 
+// A peer that gave up and went takes nothing any more: what it was sent then is not called done.
+void broken_takes_nothing() {
+  Ranks ranks({});
+  EXPECT_OK(ranks[1].signal(0, 2, kState + kSignalStride, state_value(PeerState::kBroken)));
+  EXPECT_OK(ranks[1].quiet(0, 2, spec()));
+  const auto state = [&] { return ranks[0].peer_state(1); };
+  for (const auto start = Clock::now(); state() == PeerState::kAlive;) {
+    EXPECT(seconds_since(start) < 30, "it never said that it gave up");
+  }
+  EXPECT(state() == PeerState::kBroken, "state %d", int(state()));
+  EXPECT_OK(ranks[0].put_signal(1, 0, 16384, 16384, 4096, kWords, 1));
+  EXPECT_OK(ranks[1].wait(0, kWords, 1, spec()));
+  // This model of a NIC does not see that the other end is gone.
+  EXPECT_OK(ranks.backends[0]->break_queue(1, 0));
+  EXPECT_OK(ranks.backends[1]->close());
+  EXPECT_OK(ranks[0].put_signal(1, 0, 16384, 16384, 4096, kWords, 1));
+  for (int i = 0; i < 3; ++i) {  // before the completion comes, and after
+    const Status lost = ranks[0].quiet(1, 0, spec());
+    EXPECT(lost.code == Code::kPeerLost && lost.peer == 1 &&
+               lost.text.find("rank 1 gave up") != std::string::npos,
+           "code %d: %s", int(lost.code), lost.text.c_str());
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  ranks.close();
+}
+
 // A work request that the NIC refuses: waits of this rank name peer, queue pairs, syndrome, reason.
 void faults(bool shared) {
   const std::pair<const char*, const char*> rows[] = {
@@ -427,7 +453,8 @@ void setup_without_memory() {
 
 // One of many threads stops in the middle of posting: with a number taken, or while it tells the
 // NIC. The others' work is not called done, and nobody waits for it longer than the deadline.
-void stopped_thread() {
+// `abort`: it is called meanwhile, and ends the wait long before.
+void stopped_thread([[maybe_unused]] bool abort) {
 #ifndef __SANITIZE_THREAD__  // which puts signals off until a thread is in the middle of nothing
   static std::atomic<bool> stopped, go_on;
   struct sigaction action{};
@@ -442,7 +469,7 @@ void stopped_thread() {
     stopped = go_on = false;
     Setup setup;
     setup.shared = true;
-    setup.timeout_s = 1;  // of setting up too
+    setup.timeout_s = abort ? 60 : 1;  // of setting up too
     Ranks ranks(setup);
     std::atomic<bool> end{false};
     std::thread other([&] {
@@ -453,9 +480,25 @@ void stopped_thread() {
     pthread_kill(other.native_handle(), SIGUSR1);
     while (!stopped) sched_yield();
     (void)ranks[0].quiet(1, 0, spec(0.05));  // completions of what was there before are taken
+    std::thread aborts;
+    if (abort) {
+      aborts = std::thread([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        ranks[0].abort(error(Code::kPeerLost, -1, "enough"));
+      });
+    }
+    const auto began = Clock::now();
     const Status posted = ranks[0].signal(1, 0, kWords + kSignalStride, 1);
+    EXPECT(!abort || seconds_since(began) < 20, "abort() ended it after %.1f s",
+           seconds_since(began));
+    if (abort) aborts.join();
     const Status done = ranks[0].quiet(1, 0, spec(5));
-    if (!posted.ok()) {  // nobody else takes completions while it does
+    if (abort) {
+      // In the middle the other holds up this one, which waits until abort().
+      EXPECT(done.code == Code::kPeerLost && done.text == "enough", "code %d: %s", int(done.code),
+             done.text.c_str());
+      lost += seconds_since(began) > 0.4;
+    } else if (!posted.ok()) {  // nobody else takes completions while it does
       EXPECT(posted.code == Code::kTimeout, "code %d: %s", int(posted.code), posted.text.c_str());
     } else if (done.ok()) {
       EXPECT_OK(ranks[1].wait(0, kWords + kSignalStride, 1, spec(2)));
@@ -485,6 +528,7 @@ int main(int argc, char** argv) {
   set_deadline(300);
   const int files = open_files();
   endings();
+  broken_takes_nothing();
   faults(false);
   faults(true);
   silence();
@@ -518,7 +562,8 @@ int main(int argc, char** argv) {
   crowded_silence();
   no_memory();
   setup_without_memory();
-  stopped_thread();
+  stopped_thread(false);
+  stopped_thread(true);
   EXPECT(open_files() == files, "descriptors are left");
   std::printf("ibgda_test: ok\n");
   return 0;
