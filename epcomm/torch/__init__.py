@@ -112,12 +112,18 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _flaw(named: dict[str, Any]) -> str | None:
-    """What is wrong with the types of arguments; the rest is checked by the communicator, for all ranks."""
+    """What is wrong with the kinds of arguments; the rest is checked by the communicator, for all ranks."""
     for name, value in named.items():
         types = _TYPES[name]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             allowed = " or ".join("None" if cls is _OPTIONAL else cls.__name__ for cls in types)
             return f"{name} is of type {type(value).__name__}; allowed: {allowed}"
+    # One meta tensor among others would make torch ask for shapes only, here and not at the peers.
+    meta = {name: (value._ticket if isinstance(value, Handle) else value).is_meta
+            for name, value in named.items() if isinstance(value, (Tensor, Handle))}  # fmt: skip
+    if any(meta.values()) and not all(meta.values()):
+        some = " and ".join(name for name, is_meta in meta.items() if is_meta)
+        return f"{some} on device meta, the rest not; allowed: all or none"
     return None
 
 

@@ -25,18 +25,30 @@ inline const char* op_name(int64_t op) {
   return "unknown";
 }
 
-inline const char* term_name(int term) {
+// With the name of the argument that decides it.
+inline const char* term_name(int term, Op op) {
+  if (term == kTermWeights && op == Op::kCombine) return "apply_weights";
   static const char* const names[kNumTerms] = {
-      "the call",     "handle",       "layout",       "expert_alignment",
-      "capacity",     "quantize",     "dtype",        "row bytes",
-      "scales bytes", "scales dtype", "topk_weights", "topk_weights carried back",
+      "the call",
+      "handle",
+      "layout",
+      "expert_alignment",
+      "capacity",
+      "quantize",
+      "dtype of x",
+      "row of x in bytes",
+      "row of scales in bytes",
+      "dtype of scales",
+      "topk_weights",
+      "topk_weights carried back",
       "exact_order",
   };
   return names[term];
 }
 
 // A term's value as the user said it. `dtype_names` is what kTermDtype indexes.
-inline std::string term_text(int term, int64_t value, const std::vector<std::string>& dtype_names) {
+inline std::string term_text(int term, Op op, int64_t value,
+                             const std::vector<std::string>& dtype_names) {
   const auto dtype = [&] {
     return size_t(value) < dtype_names.size() ? dtype_names[size_t(value)] : "unknown";
   };
@@ -54,7 +66,8 @@ inline std::string term_text(int term, int64_t value, const std::vector<std::str
     case kTermQuantize:
       return value == 0 ? "None" : value == 1 ? "'fp8'" : "'fp8' with round_scale";
     case kTermWeights:
-      return value ? "used" : "not used";
+      if (op == Op::kCombine) return value ? "True" : "False";
+      [[fallthrough]];
     case kTermCarried:
       return value ? "given" : "not given";
     case kTermExactOrder:
@@ -97,14 +110,14 @@ Status agree(int num_ranks, const std::vector<std::string>& dtype_names, RecordO
     for (int peer = 0; peer < num_ranks; ++peer)
       equal = equal && record(peer).terms[term] == record(0).terms[term];
     if (equal) continue;
-    const std::string op =
-        term == kTermOp ? "" : std::string(op_name(record(0).terms[kTermOp])) + ": ";
-    Status status = error(Code::kInvalidArgument, -1, "%s%s differs between ranks:", op.c_str(),
-                          term_name(term));
+    const Op op = Op(record(0).terms[kTermOp]);  // of all: the first term
+    const std::string call = term == kTermOp ? "" : std::string(op_name(int64_t(op))) + ": ";
+    Status status = error(Code::kInvalidArgument, -1, "%s%s differs between ranks:", call.c_str(),
+                          term_name(term, op));
     constexpr int kListed = 16;
     for (int peer = 0; peer < num_ranks && peer < kListed; ++peer) {
       status.text += (peer ? ", rank " : " rank ") + std::to_string(peer) + " " +
-                     term_text(term, record(peer).terms[term], dtype_names);
+                     term_text(term, op, record(peer).terms[term], dtype_names);
     }
     if (num_ranks > kListed) status.text += ", ...";
     return status;

@@ -416,6 +416,8 @@ def wrong_on_one(context):
             "copy": {"copy": 1},
             "quantize": {"quantize": 8},
             "handle": {"handle": "yes", "topk_idx": None, "topk_weights": None},
+            "x on meta": {"x": x.to("meta")},
+            "weights on meta": {"topk_weights": weights.to("meta")},
         }
         for name, changes in bad.items():
             try:
@@ -427,6 +429,7 @@ def wrong_on_one(context):
         bad = {
             "rows": {"x": out.x[:1]},
             "rows are an array": {"x": out.x.detach().numpy()},
+            "rows on meta": {"x": out.x.to("meta")},
             "no handle": {"handle": None},
             "foreign handle": {"handle": far.handle},
             "apply": {"apply_weights": True},
@@ -449,7 +452,7 @@ def wrong_on_one(context):
 
 def test_a_wrong_argument_is_the_same_error_on_all_ranks(three):
     answers = three.run(wrong_on_one)
-    assert len(answers[0]) == 19
+    assert len(answers[0]) == 22
     for name, text in answers[0].items():
         assert "rank 1" in text and ("allowed" in text or "another communicator" in text), f"{name}: {text}"
         assert [answer[name] for answer in answers] == [text] * 3
