@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from epcomm._version import __version__
+
 
 def _count(most: int) -> Callable[[str], int]:
     def count(text: str) -> int:
@@ -22,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="`python -m epcomm COMMAND --help` tells a command's options. `python -m epcomm.examples.digits` is the "
                "example.",
     )
+    parser.add_argument("--version", action="version", version=f"epcomm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     info = commands.add_parser("info", help="version, backends, devices, limits and environment variables")
     info.add_argument("--json", action="store_true", help="one JSON object on standard output")

@@ -46,9 +46,10 @@ def _integer(low: int, high: int, what: str = "an integer") -> Callable[[str, An
 
 def _choice(*allowed: str) -> Callable[[str, Any], str]:
     def parse(name: str, value: Any) -> str:
-        if value not in allowed:
+        word = value.lower() if isinstance(value, str) else value  # INFO is as good as info
+        if word not in allowed:
             raise InvalidArgumentError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
-        return value
+        return word
 
     return parse
 
@@ -106,11 +107,12 @@ VARIABLES = (
     Variable("EPCOMM_AUTHKEY", _text, None, "secret that joins the ranks of one job (HMAC-SHA256)", secret=True),
     Variable("EPCOMM_NODE_ID", _text, None, "splits the ranks of one host into nodes; never joins hosts"),
     Variable("EPCOMM_NUM_THREADS", _integer(1, 256), None, "host threads per rank; default its part of the cores"),
-    Variable("EPCOMM_HOST_ISA", _choice("avx512", "avx2", "plain"), None, "instruction set of the host loops"),
+    Variable("EPCOMM_HOST_ISA", _choice("avx512", "avx2", "plain"), None,
+             "instruction set of the host loops: `avx512`, `avx2` or `plain`; default the best of this processor"),
     Variable("EPCOMM_SHM_DIR", _text, None, "folder for shared segments where memfd is not wanted, such as /dev/shm"),
     Variable("EPCOMM_CACHE_DIR", _text, "~/.cache/epcomm", "folder of compiled kernels; nobody else may enter it"),
     Variable("EPCOMM_IB_PROVIDER", _choice("auto", "mlx5", "verbs", "soft"), "auto",
-             "who drives RDMA: real devices (`mlx5`: only those) or the software HCA, which `auto` never takes"),
+             "RDMA by `verbs` on real devices, `mlx5` on those only, `soft` on the software HCA, which `auto` never takes"),
     Variable("EPCOMM_IB_HCA", _text, None,
              "RDMA devices, as NCCL_IB_HCA: a list `name[:port],...`, prefixes; `=` first: whole names, `^`: all but"),
     Variable("EPCOMM_IB_MAP", _text, None,
@@ -120,17 +122,17 @@ VARIABLES = (
     Variable("EPCOMM_IB_ADDR_FAMILY", _choice("ipv4", "ipv6"), None,
              "family of GID wanted on Ethernet; default `ipv4`, else `ipv6`"),
     Variable("EPCOMM_IB_MTU", _number_of(256, 512, 1024, 2048, 4096), None,
-             "path MTU; default the smaller one of both ports"),
+             "path MTU, a power of two from 256 to 4096; default the smaller one of both ports"),
     Variable("EPCOMM_IB_DEPTH", _number_of(*(1 << power for power in range(4, 16))), 256,
-             "work requests that a queue pair holds; lowered to what the device has"),
+             "work requests that a queue pair holds, a power of two from 16 to 32768; lowered to what the device has"),
     Variable("EPCOMM_IB_TC", _integer(0, 255), 0, "traffic class of RoCE packets (DSCP times 4) and GRHs"),
     Variable("EPCOMM_IB_SL", _integer(0, 15), 0, "service level of InfiniBand packets, priority of RoCE"),
     Variable("EPCOMM_IB_PKEY", _integer(0, 65535, "the index of a partition key (not the key)"), 0,
              "index of the partition key in each port's table"),
     Variable("EPCOMM_IB_FAILOVER", _choice("error", "replay"), "error",
-             "a NIC port that dies: a named error, or replay over another port (`ibgda`; the same on all ranks)"),
+             "a NIC port that dies: `error`, a named one, or `replay` over another (`ibgda`; the same on all ranks)"),
     Variable("EPCOMM_IB_RELAXED_ORDERING", _number_of(0, 1), 1,
-             "whether rows may overtake each other on PCIe; signals never do"),
+             "1 or 0: whether rows may overtake each other on PCIe; signals never do"),
     Variable("EPCOMM_SOFTHCA_PORTS", _integer(1, 16), 2, "devices of the software HCA: `soft0`, `soft1`, ..."),
     Variable("EPCOMM_SOFTHCA_GBPS", _at_least_0, 0.0, "rate of each of its ports in Gbit/s; 0: as fast as it copies"),
     Variable("EPCOMM_SOFTHCA_LATENCY_US", _at_least_0, 0.0, "microseconds from its doorbell to the completion"),
@@ -140,11 +142,12 @@ VARIABLES = (
              "`null`: messages complete without moving a byte, to time the control path alone"),
     Variable("EPCOMM_SOFTHCA_FAULTS", _text, None, "faults it plays, as `backends/softhca/faults.hpp` tells"),
     Variable("EPCOMM_NVLINK_SHARE", _choice("auto", "fd", "fabric", "ipc"), "auto",
-             "how ranks hand each other GPU memory: file descriptors, fabric handles or legacy CUDA IPC"),
+             "how ranks hand each other GPU memory: `fd` (file descriptors), `fabric` handles or legacy CUDA `ipc`"),
     Variable("EPCOMM_IBRC_THREADS", _integer(1, 256), None, "proxy threads of a rank; default one per NIC port"),
     Variable("EPCOMM_IBRC_CPUS", _cpus, None,
              "CPUs on which the proxy threads of a host's ranks run, in turn, such as `0-3,8`"),
-    Variable("EPCOMM_LOG", _choice("debug", "info", "warning", "error"), "warning", "level of the `epcomm` logger"),
+    Variable("EPCOMM_LOG", _choice("debug", "info", "warning", "error"), "warning",
+             "level of the `epcomm` logger: `debug`, `info`, `warning` or `error`"),
 )
 # Set by launchers, not by users: they say which rank this is and where rank 0 can be met.
 LAUNCHER_VARIABLES = (

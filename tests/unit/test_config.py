@@ -40,11 +40,27 @@ def test_ports_out_of_range_are_refused(text):
     assert repr(text) in str(caught.value) and "from 1 to 65535" in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "text"), [("EPCOMM_HOST_ISA", "sse"), ("EPCOMM_LOG", "loud"), ("EPCOMM_LOG", "INFO")])
+@pytest.mark.parametrize(("name", "text"), [("EPCOMM_HOST_ISA", "sse"), ("EPCOMM_LOG", "loud")])
 def test_unknown_choices_are_refused_with_the_list(name, text):
     with pytest.raises(InvalidArgumentError) as caught:
         config.get(name, {name: text})
     assert name in str(caught.value) and repr(text) in str(caught.value) and "expected one of" in str(caught.value)
+
+
+def test_choices_may_be_written_in_capitals():
+    assert config.get("EPCOMM_LOG", {"EPCOMM_LOG": "INFO"}) == "info"
+    assert config.get("EPCOMM_IB_PROVIDER", {"EPCOMM_IB_PROVIDER": "Soft"}) == "soft"
+
+
+def test_the_help_of_a_choice_lists_what_is_allowed():
+    for variable in config.VARIABLES:
+        try:
+            variable.parse("it", "?")
+        except InvalidArgumentError as error:
+            _, listed, words = str(error).partition("expected one of ")
+            if listed and not words[0].isdigit():
+                missing = [word for word in words.split(", ") if word not in f"{variable.help} {variable.default}"]
+                assert not missing, f"{variable.name}: {missing}"
 
 
 def test_a_partition_key_in_place_of_its_index_is_refused_with_the_difference():

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import epcomm
 from epcomm import _console, _paths, _registry, config
 
 SECRET = "a-secret-that-nobody-may-see"
@@ -95,6 +96,11 @@ def test_plain_text_without_rich():
     assert done.returncode == 0, done.stderr
     assert "EPCOMM_TIMEOUT_S" in done.stdout
     assert "┃" not in done.stdout
+
+
+def test_version():
+    done = subprocess.run([sys.executable, "-m", "epcomm", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"epcomm {epcomm.__version__}\n"), done
 
 
 @pytest.mark.parametrize("arguments", [[], ["bnech"], ["info", "--jsn"]])
