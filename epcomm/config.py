@@ -112,7 +112,7 @@ VARIABLES = (
     Variable("EPCOMM_SHM_DIR", _text, None, "folder for shared segments where memfd is not wanted, such as /dev/shm"),
     Variable("EPCOMM_CACHE_DIR", _text, "~/.cache/epcomm", "folder of compiled kernels; nobody else may enter it"),
     Variable("EPCOMM_IB_PROVIDER", _choice("auto", "mlx5", "verbs", "soft"), "auto",
-             "RDMA by `verbs` on real devices, `mlx5` on those only, `soft` on the software HCA, which `auto` never takes"),
+             "RDMA by `verbs`: real devices, `mlx5`: those only, `soft`: the software HCA, which `auto` never takes"),
     Variable("EPCOMM_IB_HCA", _text, None,
              "RDMA devices, as NCCL_IB_HCA: a list `name[:port],...`, prefixes; `=` first: whole names, `^`: all but"),
     Variable("EPCOMM_IB_MAP", _text, None,
