@@ -127,18 +127,15 @@ Status Engine::break_if_lost(Status status) noexcept {
       break;
   }
   if (broken().ok()) {
+    const bool blames = status.code == Code::kPeerLost || status.code == Code::kTimeout;
+    leave(PeerState::kBroken, blames ? status.peer : -1);
+    if (status.code == Code::kTimeout) name_whom_it_waits_for(&status);
     broken_ = status;
     if (status.code == Code::kInterrupted) {
       broken_ =
           error(Code::kPeerLost, options_.rank, "the communicator was interrupted inside a call");
     }
-    is_broken_.store(true, std::memory_order_release);
-    const bool blames = status.code == Code::kPeerLost || status.code == Code::kTimeout;
-    leave(PeerState::kBroken, blames ? status.peer : -1);
-    if (status.code == Code::kTimeout) {
-      name_whom_it_waits_for(&status);
-      broken_ = status;
-    }
+    is_broken_.store(true, std::memory_order_release);  // others may read broken_ from now on
   }
   return status;
 }

@@ -168,12 +168,26 @@ void time_out(int num_ranks, Reach reach, uint64_t seed) {
   Ranks ranks(num_ranks, reach, 0.2, seed);
   const int late = int(mix(seed, 4) % uint64_t(num_ranks));
   std::atomic<int> timed_out{0}, gone{0};
+  // Others look meanwhile; what they read first is the last word.
+  std::vector<std::thread> onlookers;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    onlookers.emplace_back([&, rank] {
+      const Engine& engine = *ranks.engines[size_t(rank)];
+      std::string first;
+      while (gone.load() < num_ranks) {
+        const Status seen = engine.broken();
+        if (first.empty()) first = seen.text;
+        EXPECT(seen.text == first, "'%s' became '%s'", first.c_str(), seen.text.c_str());
+      }
+    });
+  }
   run_ranks(num_ranks, [&](int rank) {
     EXPECT_OK(ranks.call(rank));
     if (rank == late) {
       while (gone.load() < num_ranks - 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       expect_lost(ranks.call(rank), "all peers gave up");
       ranks.expect_broken(rank);
+      ++gone;
       return;
     }
     const Status status = ranks.call(rank);
@@ -187,6 +201,7 @@ void time_out(int num_ranks, Reach reach, uint64_t seed) {
     ++gone;
     ranks.expect_broken(rank);
   });
+  for (std::thread& onlooker : onlookers) onlooker.join();
   EXPECT(timed_out.load() >= 1, "nobody timed out");
 }
 
