@@ -8,18 +8,21 @@
 #   RANKS    as many as GPUs: 2, 4 or 8; more ranks than GPUs share them, which is slow
 #   LIMIT_S  seconds that one step may take
 #   STEP     only these, in the order given; without one, all of: see `steps` below
+#            `mps`, only where it is named: the steps behind it run under CUDA MPS, so that ranks on one GPU run side by
+#            side; its daemon is this script's own, with folders in OUT, and ends with the script, however that ends
 #
 # PYTHON names the interpreter (python3): with NumPy, ml_dtypes, Cython, pytest, CuPy, NVRTC and torch for CUDA.
 # A step that cannot run here exits with 77, which the table calls skipped. Exit code: 1 if any step failed.
 set -u
 
 steps=(machine build kernels device engine pressure ops contract shared memcheck memcheck_ranks racecheck bench)
+extra=(mps)
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
 
 usage() {
   sed -n '2,/^set -u/p' "${BASH_SOURCE[0]}" | sed '$d; s/^# \{0,1\}//'
-  echo "steps: ${steps[*]}"
+  echo "steps: ${steps[*]} ${extra[*]}"
   exit 2
 }
 
@@ -81,16 +84,47 @@ step_bench() {
     --json "$out/bench.json" ${plot[@]+"${plot[@]}"}
 }
 
+step_mps() {
+  need nvidia-cuda-mps-control
+  if [[ $mps != ours ]]; then skip "CUDA_MPS_PIPE_DIRECTORY is set already"; fi
+  nvidia-cuda-mps-control -d || return
+  "$python" -m epcomm info 2>&1 | grep 'CUDA MPS' || true # before the build it cannot tell
+}
+
+mps_pipe="" # of the daemon that is this script's own
+begin_mps() {
+  local folder=$out/mps
+  if ((${#folder} > 60)); then folder=$(mktemp -d) || return; fi # names of sockets are short
+  export CUDA_MPS_PIPE_DIRECTORY=$folder/pipe CUDA_MPS_LOG_DIRECTORY=$out/mps/log
+  mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
+  mps_pipe=$CUDA_MPS_PIPE_DIRECTORY
+  trap end_mps EXIT
+}
+
+# Ends the daemon that begin_mps made room for, if it runs.
+end_mps() {
+  local pid=$mps_pipe/nvidia-cuda-mps-control.pid
+  if [[ -e $mps_pipe/control || -e $pid ]]; then
+    echo quit | timeout 30 nvidia-cuda-mps-control >> "$out/mps.log" 2>&1 ||
+      { [[ -s $pid ]] && kill "$(cat "$pid")"; }
+  fi
+  rm -rf "$mps_pipe"
+  rmdir "${mps_pipe%/*}" 2> /dev/null # if it held nothing else
+  mps_pipe=""
+  unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+  trap - EXIT
+}
+
 known() {
   local step
-  for step in "${steps[@]}"; do
+  for step in "${steps[@]}" "${extra[@]}"; do
     if [[ $step == "$1" ]]; then return 0; fi
   done
   return 1
 }
 
 if [[ ${1:-} == --step ]]; then # one step, in a process that can be given up
-  out=$3 ranks=$4
+  out=$3 ranks=$4 mps=${5:-}
   cd "$root" || exit 1
   export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
   "step_$2"
@@ -115,7 +149,9 @@ printf '%-16s %5s %8s  %s\n' step exit seconds verdict | tee "$summary"
 for step in "${steps[@]}"; do
   log=$out/$step.log
   begin=$SECONDS
-  timeout -k 20 "$limit" bash "${BASH_SOURCE[0]}" --step "$step" "$out" "$ranks" > "$log" 2>&1 < /dev/null
+  mps=""
+  if [[ $step == mps && -z ${CUDA_MPS_PIPE_DIRECTORY:-} ]]; then begin_mps && mps=ours; fi
+  timeout -k 20 "$limit" bash "${BASH_SOURCE[0]}" --step "$step" "$out" "$ranks" $mps > "$log" 2>&1 < /dev/null
   code=$?
   case $code in
     0) verdict=ok ;;
@@ -124,6 +160,7 @@ for step in "${steps[@]}"; do
     *) verdict="FAILED: $(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | cut -c 1-100)" ;;
   esac
   if ((code != 0 && code != 77)); then failed=1; fi
+  if [[ $mps == ours && $code != 0 ]]; then end_mps; fi
   printf '%-16s %5d %8d  %s\n' "$step" "$code" $((SECONDS - begin)) "$verdict" | tee -a "$summary"
 done
 exit $failed
