@@ -141,8 +141,8 @@ class Event:
     def synchronize(self) -> None:
         """Block until the call has ended, at most its deadline per wait, and raise what it raised."""
         self._pending.wait()
-        if self._deferred is not None:
-            deferred, self._deferred = self._deferred, None
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
             deferred()
 
     def __repr__(self) -> str:

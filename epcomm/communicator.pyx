@@ -231,6 +231,7 @@ class Communicator:
         self._gpu = None if made.device == "cpu" else _create.index_of(made.device)
         self._lock = threading.Lock()
         self._owner = None  # thread inside a call
+        self._looking = threading.RLock()  # held where the engine is used beside calls; short
         self._aborted = None
         self._in_flight = None
         self._deferred = None
@@ -524,11 +525,12 @@ class Communicator:
     def check(self):
         """Raise what went wrong since the last call: a bad id in capacity mode, a lost peer. Local."""
         self._check_usable("check")
-        engine = self._engine
-        if engine is None:  # closed by another thread just now
-            return
-        engine.raise_if_broken()
-        engine.look_at_peers()
+        with self._looking:
+            engine = self._engine
+            if engine is None:  # closed by another thread just now
+                return
+            engine.raise_if_broken()
+            engine.look_at_peers()
         self._raise_deferred()
 
     def abort(self):
@@ -537,11 +539,12 @@ class Communicator:
         The communicator is then broken for good; only :meth:`close` is left.
         """
         self._check_process("abort")
-        engine = self._engine
-        if engine is None:
-            return
-        self._aborted = f"rank {self.rank} called abort()"
-        engine.abort(self._aborted)
+        with self._looking:
+            engine = self._engine
+            if engine is None:
+                return
+            self._aborted = f"rank {self.rank} called abort()"
+            engine.abort(self._aborted)
         # A call that runs tells peers when its wait ends; else it is done here.
         if self._lock.acquire(blocking=False):
             try:
@@ -593,9 +596,10 @@ class Communicator:
             engine.abort(f"rank {self.rank} closed its communicator while a call ran")
             pending.join()  # it reads and writes arrays that may go now
         self._in_flight = None
-        self._final_stats = engine.stats()
-        # The heap goes with the engine, and the engine with the last lease.
-        self._engine = self._made.engine = None
+        with self._looking:  # who looks at the engine now has time to finish
+            self._final_stats = engine.stats()
+            # The heap goes with the engine, and the engine with the last lease.
+            self._engine = self._made.engine = None
         engine.close()
 
     def __enter__(self):
@@ -618,7 +622,8 @@ class Communicator:
         warnings.warn(text, ResourceWarning, source=self, stacklevel=2)  # last: a filter may make it an error
 
     def __repr__(self):
-        state = "closed" if self._engine is None else "broken" if self._engine.is_broken else "open"
+        engine = self._engine
+        state = "closed" if engine is None else "broken" if engine.is_broken else "open"
         return f"<epcomm.Communicator rank {self.rank} of {self.num_ranks}, {self.backend}, {state}>"
 
     # ---- ordering calls

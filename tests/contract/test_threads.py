@@ -91,3 +91,43 @@ def many_threads_one_communicator(context):
 
 def test_calls_of_one_communicator_are_serialised(three):
     three.run(many_threads_one_communicator)
+
+
+class Slow:
+    """An engine at which a thread looks for long."""
+
+    def __init__(self, engine, looking):
+        self._engine, self._looking = engine, looking
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def look_at_peers(self):
+        self._looking.set()
+        time.sleep(0.2)
+        return self._engine.look_at_peers()
+
+
+def looked_at_while_closing(context):
+    failures = []
+
+    def look(comm):
+        try:
+            comm.check()
+        except BaseException as error:
+            failures.append(error)
+
+    comm = context.comm(**COMM)
+    comm.barrier()
+    looking = threading.Event()
+    comm._engine = Slow(comm._engine, looking)
+    thread = threading.Thread(target=look, args=(comm,))
+    thread.start()
+    assert looking.wait(10)
+    comm.close()
+    thread.join()
+    assert not failures, failures
+
+
+def test_who_looks_while_another_thread_closes_sees_no_loss(two):
+    two.run(looked_at_while_closing)
