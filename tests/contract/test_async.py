@@ -142,5 +142,5 @@ def fails_later(context):
 
 def test_a_difference_between_ranks_is_raised_by_the_event(three):
     answers = three.run(fails_later)
-    assert all(len(texts) == 3 and "topk_weights" in texts[0] for texts in answers), answers
+    assert all(len(texts) == 3 and "apply_weights" in texts[0] for texts in answers), answers
     assert all(texts == answers[0] for texts in answers)
