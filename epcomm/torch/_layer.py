@@ -1,7 +1,9 @@
 """A Mixture-of-Experts layer whose experts are spread over the ranks of a communicator."""
 
+import contextlib
 import copy
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 import torch
@@ -10,6 +12,31 @@ from torch import Tensor, nn
 
 import epcomm.torch
 from epcomm._results import Dispatched
+from epcomm.errors import EpcommError, InvalidArgumentError
+from epcomm.torch import _ops
+
+
+def _at_least_1(name: str, value: Any) -> int:
+    try:
+        number = index(value)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise InvalidArgumentError(f"ExpertParallel: {name} is {value!r}; allowed: an integer of at least 1")
+    return number
+
+
+def _run(comm: Any, part: str, call: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What `function` gives. Where it raises, the peers, who go on into `call`, are told why."""
+    if torch.compiler.is_compiling():
+        return function(*args)
+    try:
+        return function(*args)
+    except Exception as error:
+        if not isinstance(error, EpcommError):
+            with contextlib.suppress(EpcommError):
+                _ops.refuse(comm, call, f"{part} raised {type(error).__name__}: {error}")
+        raise
 
 
 class Experts(nn.Module):
@@ -77,6 +104,11 @@ class ExpertParallel(nn.Module):
     def __init__(self, comm: Any, hidden: int, inner: int = 0, *, experts: nn.Module | None = None,
                  layout: str = "expert", capacity: int | None = None, quantize: str | None = None) -> None:  # fmt: skip
         super().__init__()
+        if not isinstance(comm, epcomm.Communicator):
+            raise InvalidArgumentError(f"ExpertParallel: comm is of type {type(comm).__name__}; allowed: Communicator")
+        hidden = _at_least_1("hidden", hidden)
+        if experts is None:
+            inner = _at_least_1("inner", inner)
         self.comm = comm
         self.num_topk = comm.num_topk
         self.options: dict[str, Any] = {"layout": layout, "capacity": capacity, "quantize": quantize}
@@ -96,7 +128,14 @@ class ExpertParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to the same shape and dtype."""
-        tokens = x.reshape(-1, x.shape[-1])
-        out = epcomm.torch.dispatch(self.comm, tokens, *self.route(tokens), **self.options)
-        y = self.experts(out).to(out.x.dtype)  # on all ranks one dtype, whatever autocast or an idle rank made
+        width = self.gate.in_features
+        if not isinstance(x, Tensor) or x.ndim < 1 or x.shape[-1] != width:
+            given = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
+            _ops.refuse(self.comm, "dispatch", f"x {given}; allowed: a Tensor [..., {width}], as hidden says")
+        tokens = x.reshape(-1, width)
+        ids, weights = _run(self.comm, "the gate", "dispatch", self.route, tokens)
+        out = epcomm.torch.dispatch(self.comm, tokens, ids, weights, **self.options)
+        y = _run(self.comm, "an expert", "combine", self.experts, out)
+        if isinstance(y, Tensor):
+            y = y.to(out.x.dtype)  # on all ranks one dtype, whatever autocast or an idle rank made
         return epcomm.torch.combine(self.comm, y, out).reshape(x.shape)

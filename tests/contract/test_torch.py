@@ -313,6 +313,51 @@ def test_layers_deeper_than_slots_do_not_wait(three):
         assert (a == b).all() and held == 0 and copies >= 12
 
 
+def layers_that_fail_on_one(context):
+    """What rank 1 does wrong, or what its gate or expert raises, all hear at once; then the layer works again."""
+    import torch
+
+    import epcomm.torch
+
+    class Failing(torch.nn.Module):
+        fails = False
+
+        def forward(self, out):
+            if self.fails:
+                raise KeyError("no such thing")
+            return out.x
+
+    texts = []
+    with context.comm(**shape_of()) as comm:
+        failing = Failing()
+        layer = epcomm.torch.ExpertParallel(comm, HIDDEN, experts=failing)
+        x, _, _ = inputs_of(context.rank, (6, 6, 6))
+        culprit = context.rank == 1
+        for bad in (x[:, 1:], x[0, 0], x.tolist(), x.double(), None):
+            failing.fails = culprit and bad is None
+            try:
+                layer(bad if culprit and bad is not None else x)
+            except (epcomm.EpcommError, RuntimeError, KeyError) as error:
+                texts.append((type(error).__name__, str(error)))
+            failing.fails = False
+            layer(x).sum().backward()
+        for arguments in ({"hidden": 0}, {"hidden": 2.5}, {"hidden": 4, "inner": 0}, {"hidden": 4}, {"comm": None}):
+            with pytest.raises(epcomm.InvalidArgumentError, match=f"{list(arguments)[-1]}|inner"):
+                epcomm.torch.ExpertParallel(**{"comm": comm, "hidden": 4, **arguments})
+    return texts
+
+
+def test_a_layer_that_fails_on_one_rank_is_told_to_all(three):
+    first, second, third = three.run(layers_that_fail_on_one)
+    assert third == first
+    assert [kind for kind, _ in first] == ["InvalidArgumentError"] * 5, first
+    assert second[:3] == first[:3]
+    assert [kind for kind, _ in second[3:]] == ["RuntimeError", "KeyError"], second
+    words = ("shape", "shape", "list", "the gate raised RuntimeError", "an expert raised KeyError")
+    for (_, text), word in zip(first, words, strict=True):
+        assert "rank 1" in text and word in text, text
+
+
 def module_like_dense(context, layout, autocast, owners):
     import contextlib
     import copy
