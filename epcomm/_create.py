@@ -266,7 +266,8 @@ def heap_shape(made: dict[str, Any], num_ranks: int, num_channels: int, load_sto
         )
     # Rows, the ids of one, or an entry record: whatever is put in one piece.
     pieces = (4 * (row_bytes + scale_bytes), 4 * made["num_topk"], 4096 + 8 * (num_ranks + max(local)))
-    staging = 0 if load_store else max(1 << 20, *pieces)
+    # Each begins at a multiple of 16, and channels' areas at one of 64.
+    staging = 0 if load_store else (max((1 << 20) - 16, *pieces) + 16 + 63) // 64 * 64
     return {
         "num_ranks": num_ranks,
         "num_topk": made["num_topk"],

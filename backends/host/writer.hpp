@@ -23,6 +23,9 @@ class Writer {
       direct_[size_t(peer)] = transport->peer_ptr(peer, 0);
   }
 
+  // Staging has room for one piece and up to this much before it.
+  static constexpr uint64_t kStagingAlign = 16;
+
   bool direct(int peer) const { return direct_[size_t(peer)] != nullptr; }
 
   // Memory to fill with what belongs at `offset` of the peer's heap, valid until the next call.
@@ -58,29 +61,32 @@ class Writer {
     uint64_t offset, source, bytes;
   };
 
+  // What is aligned at the peer is aligned here: callers fill in whole numbers.
+  uint64_t padding(uint64_t offset) const { return (offset - staging_ - used_) % kStagingAlign; }
+
   std::byte* stage(int peer, uint64_t offset, uint64_t bytes) {
     if (!status_.ok()) return nullptr;
-    if (bytes > staging_bytes_) {
-      status_ = error(Code::kInternal, peer, "%llu bytes do not fit in %llu bytes of staging",
-                      (unsigned long long)bytes, (unsigned long long)staging_bytes_);
-      return nullptr;
-    }
-    if (used_ + bytes > staging_bytes_) {
-      flush();
-      // The staging area is written again only when the transport has read it.
-      if (!quiet().ok()) return nullptr;
-      used_ = 0;
-    }
-    const uint64_t source = staging_ + used_;
-    used_ += bytes;
     Piece* last = pieces_.empty() ? nullptr : &pieces_.back();
     if (last && last->peer == peer && last->offset + last->bytes == offset &&
-        last->source + last->bytes == source) {
+        last->source + last->bytes == staging_ + used_ && bytes <= staging_bytes_ - used_) {
       last->bytes += bytes;
     } else {
-      pieces_.push_back({peer, offset, source, bytes});
+      if (used_ + padding(offset) + bytes > staging_bytes_) {
+        flush();
+        // The staging area is written again only when the transport has read it.
+        if (!quiet().ok()) return nullptr;
+        used_ = 0;
+        if (padding(offset) + bytes > staging_bytes_) {
+          status_ = error(Code::kInternal, peer, "%llu bytes do not fit in %llu bytes of staging",
+                          (unsigned long long)bytes, (unsigned long long)staging_bytes_);
+          return nullptr;
+        }
+      }
+      used_ += padding(offset);
+      pieces_.push_back({peer, offset, staging_ + used_, bytes});
     }
-    return transport_->heap() + source;
+    used_ += bytes;
+    return transport_->heap() + staging_ + used_ - bytes;
   }
 
   HostTransport* transport_;

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "fabric.hpp"
+#include "host/writer.hpp"
 #include "rank_runner.hpp"
 #include "shm/factory.hpp"
 
@@ -75,7 +76,81 @@ void over_shm(const Program& program, const Arguments& arguments) {
   });
 }
 
+// One peer whose heap only put() reaches. What is put is there at once.
+class OnlyPut final : public HostTransport {
+ public:
+  explicit OnlyPut(uint64_t bytes) : own_(bytes / 64), theirs_(bytes / 64) {}
+  std::byte* heap() noexcept override { return own_[0].bytes; }
+  uint64_t heap_bytes() const noexcept override { return own_.size() * 64; }
+  std::byte* peer_ptr(int, uint64_t) noexcept override { return nullptr; }
+  Status put(int, int, uint64_t dst, uint64_t src, uint64_t bytes) noexcept override {
+    std::memcpy(theirs() + dst, heap() + src, bytes);
+    ++puts;
+    return {};
+  }
+  Status signal(int, int, uint64_t, uint64_t) noexcept override { return {}; }
+  Status quiet(int, int, const WaitSpec&) noexcept override { return {}; }
+  Status wait(int, uint64_t, uint64_t, const WaitSpec&) noexcept override { return {}; }
+  PeerState peer_state(int) noexcept override { return PeerState::kAlive; }
+  void abort(const Status&) noexcept override {}
+
+  std::byte* theirs() { return theirs_[0].bytes; }
+  int puts = 0;
+
+ private:
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  std::vector<Line> own_, theirs_;
+};
+
+// Rows of any width, and behind them numbers, which lie aligned in staging too. What is adjacent is
+// one put.
+void staging(int64_t staging_bytes, bool one_piece_each) {
+  HeapShape shape{};
+  shape.num_ranks = 1;
+  shape.num_topk = shape.num_slots = shape.num_channels = shape.max_local_experts = 1;
+  shape.max_tokens_per_rank = shape.max_recv_tokens = 64;
+  shape.row_bytes = 64;
+  shape.staging_bytes = staging_bytes;
+  const HeapLayout layout = heap_layout(shape);
+  for (uint64_t width = 1; width <= 64; ++width) {
+    OnlyPut transport(layout.total_bytes);
+    const uint64_t rows = slot_offset(layout, 0) + layout.slot_payload;
+    const uint64_t ids = slot_offset(layout, 0) + layout.slot_idx;
+    {
+      host::Writer writer(&transport, layout, shape, 0, {"test", "data", 1});
+      for (int row = 0; row < 40; ++row) {
+        std::byte* const at = writer.at(0, rows + uint64_t(row) * width, width);
+        EXPECT(at, "%s", writer.status().text.c_str());
+        std::memset(at, row + 1, width);
+        if (row % 5 != 4) continue;
+        for (int id = row - 4; id <= row; ++id) {
+          std::byte* const number = writer.at(0, ids + uint64_t(id) * 4, 4);
+          EXPECT(reinterpret_cast<uintptr_t>(number) % 4 == 0, "rows of %d bytes, number at %p",
+                 int(width), static_cast<void*>(number));
+          *reinterpret_cast<int32_t*>(number) = id + 1;
+        }
+      }
+      EXPECT_OK(writer.flush());
+    }
+    for (int row = 0; row < 40; ++row) {
+      int32_t id;
+      std::memcpy(&id, transport.theirs() + ids + row * 4, 4);
+      EXPECT(id == row + 1, "rows of %d bytes: number %d is %d", int(width), row, id);
+      for (uint64_t b = 0; b < width; ++b) {
+        EXPECT(transport.theirs()[rows + uint64_t(row) * width + b] == std::byte(row + 1),
+               "rows of %d bytes, row %d", int(width), row);
+      }
+    }
+    EXPECT(!one_piece_each || transport.puts == 16, "rows of %d bytes: %d puts", int(width),
+           transport.puts);
+  }
+}
+
 int main(int argc, char** argv) {
+  staging(8192, true);
+  staging(128, false);  // used again and again
   Options options(argc, argv);
   const std::string over = options.text("over", "");
   const std::string isa = options.text("isa", "");
