@@ -73,8 +73,21 @@ cdef extern from "Python.h":
     int signals_pending "PyErr_CheckSignals"() noexcept
 
 
+cdef extern from *:
+    """
+    #include <sys/syscall.h>
+    #include <unistd.h>
+    static inline int epcomm_on_main_thread() { return syscall(SYS_gettid) == getpid(); }
+    """
+    int on_main_thread "epcomm_on_main_thread"() noexcept nogil
+
+
 cdef inline int check_signals(void* unused) noexcept nogil:
     """``WaitSpec.interrupted`` of a Python thread: non-zero once Ctrl-C has raised; check() lets it rise."""
+    # Signals are handled by the main thread only. Another one, left in a call while the interpreter ends, must not ask
+    # for the GIL here: Python would end the thread by unwinding it, which our noexcept frames turn into an abort.
+    if not on_main_thread():
+        return 0
     with gil:
         return signals_pending()
 

@@ -45,6 +45,23 @@ else:
     assert "ResourceWarning" not in ended[1].err, ended[1].err
 
 
+@pytest.mark.parametrize("call", ["comm.barrier()", "round_trip(comm, 'expert')", "round_trip(comm, 'rank, async')"])
+def test_b24_a_daemon_thread_in_a_call_does_not_abort_the_exit(host_backend, call):
+    """The interpreter of rank 0 ends while another of its threads waits for a peer that does not come."""
+    script = f"""
+import threading
+comm = create()
+if rank == 0:
+    threading.Thread(target=lambda: {call}, daemon=True).start()
+    time.sleep(0.3)
+else:
+    time.sleep(1)
+"""
+    ended = scripts.run(host_backend, 2, script)
+    assert [one.code for one in ended] == [0, 0], ended
+    assert "terminate" not in ended[0].err, ended[0].err
+
+
 def test_b24_what_a_rank_sent_before_it_left_counts(host_backend):
     """Rank 0 ends right after its last call; rank 1 gets its own result of that call."""
     script = """
