@@ -170,7 +170,8 @@ class Communicator:
     low_latency_max_tokens : int
         Tokens per rank of low-latency calls. Only 0 (none) so far.
     num_slots : int
-        Results that may be views of the heap at the same time.
+        Results that may be views of the heap at the same time, combine buffers included. A loop that reuses its names
+        holds last round's until they are assigned again: give it one more than a round holds, or ``del`` them.
     dtype : str or dtype
         Sizes rows: any dtype whose row fits ``ceil16(hidden * itemsize)`` bytes may travel.
     backend : str, optional

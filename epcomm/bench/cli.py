@@ -126,8 +126,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="cuda: calls on GPU arrays by CUDA events, swept over --sms; ranks share GPUs where there "
                              "are fewer (default cpu)")
     parser.add_argument("--ranks", type=_sweep, default=(2,), metavar="N[,M]",
-                        help="ranks to start (default 2); with --device cuda several numbers, one run each, to see how "
-                             "time grows")
+                        help="ranks to start (default 2; a launcher's win); with --device cuda several numbers, one "
+                             "run each, to see how time grows")
     parser.add_argument("--tokens", type=_integer(0, 1 << 24), help="per rank (default 2048, decode 128)")
     parser.add_argument("--hidden", type=_integer(1, 1 << 20), default=7168, help="row width (default 7168)")
     parser.add_argument("--experts", type=_integer(1, 1 << 16), default=256, help="in all (default 256)")

@@ -21,6 +21,8 @@ Results that are saved for backward hold their slots of the communicator. When n
 copies; nothing waits. ``copy=True`` never holds one.
 
 ``torch.compile`` sees shapes where ``capacity=`` is given; without it a graph breaks at the dispatch.
+
+Gradients are first derivatives only: torch refuses to run backward through a backward.
 """
 
 from typing import Any
