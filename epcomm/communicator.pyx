@@ -425,12 +425,13 @@ class Communicator:
 
         The sum is one written tree, the same on every backend: a rank's picks of a token, k ascending, from +0.0 in
         float32 and rounded once to the row dtype (expert layout; in rank layout the caller has done this); then
-        ranks ascending in float32; then plus bias, rounded once to nearest even.
+        ranks ascending in float32; then plus bias, rounded once to nearest even. A pick of weight 0 counts like any
+        other, so a NaN or an infinity in its row gives NaN; rows of padding are never read, nor weights at -1.
 
         Parameters
         ----------
         x : float32, float16 or bfloat16 array [handle.num_rows, hidden]
-            Expert outputs in the order of ``Dispatched.x``. Rows of padding are never read.
+            Expert outputs in the order of ``Dispatched.x``.
         handle : Handle
             Of the dispatch.
         apply_weights : bool, optional
