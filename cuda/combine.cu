@@ -121,8 +121,8 @@ struct Source {
   __device__ int2 look_up(const ReduceArgs& a, int64_t token) const {
     if (!rows || token >= a.num_tokens) return make_int2(-1, 0);
     const int ranks = a.setup.num_ranks;
-    return make_int2(__ldg(a.routing.place + token * ranks + rank),
-                     __ldg(a.routing.block_base + token / kLayoutTokens * ranks + rank));
+    return make_int2(a.routing.place[token * ranks + rank],
+                     a.routing.block_base[token / kLayoutTokens * ranks + rank]);
   }
   __device__ const char* row(int2 found) const {
     return found.x < 0 ? nullptr : rows + (int64_t(found.y) + found.x) * stride;
@@ -328,7 +328,10 @@ template <bool kMany>
 __device__ void reduce(const Wire::Ctx& ctx, const ReduceArgs& a) {
   const Setup& s = a.setup;
   const Link link{ctx, a.setup.rank};
-  if (s.state->go == 0) return;
+  if (!opened(s, a.call)) {  // no rank moves anything, or this one is broken
+    wait_for_last();
+    return;
+  }
   if (a.row_type == 0) {
     reduce_tokens<0, kMany>(a, link);
   } else if (a.row_type == 1) {
@@ -338,6 +341,7 @@ __device__ void reduce(const Wire::Ctx& ctx, const ReduceArgs& a) {
   }
   // Rows may be written again when every reader is done.
   if (!last_block(&s.state->reduce_ticket)) return;
+  wait_for_last();
   meet(s, link, &s.state->done_phases, kPhaseDone, Op::kCombine, done_word(s.layout, s.rank),
        [&](int peer) { return done_word(s.layout, peer); });
 }

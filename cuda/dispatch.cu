@@ -1,6 +1,6 @@
 // Dispatch: layout pass and counts (epcomm_enter), rows straight into their place at the receiver
-// (epcomm_send), then the receiver's own outputs (epcomm_collect). epcomm_enter also opens every
-// other call.
+// (epcomm_send), then the receiver's own outputs (epcomm_collect). With a routing that is known
+// already, epcomm_send writes those too. epcomm_enter also opens every other call.
 #include "bulk.cuh"
 #include "exchange.cuh"
 #include "quantize.cuh"
@@ -15,7 +15,7 @@ __device__ inline void send_picks(const SendArgs& a, int64_t token, int peer, ch
   int32_t* ids = reinterpret_cast<int32_t*>(slot + s.layout.slot_idx) + row * topk;
   float* weights = reinterpret_cast<float*>(slot + s.layout.slot_weights) + row * topk;
   for (int k = lane; k < topk; k += 32) {
-    const int32_t expert = __ldg(a.routing.ids + token * topk + k);
+    const int32_t expert = a.routing.ids[token * topk + k];
     const bool here = expert >= 0 && __ldg(s.expert_rank + expert) == peer;
     ids[k] = here ? __ldg(s.expert_local + expert) : -1;
     if (a.weights) {
@@ -40,10 +40,10 @@ struct Target {
     const int ranks = s.num_ranks;
     if (rank0 + lane >= ranks) return;
     rank = rank_in_turn(s.rank, rank0 + lane, ranks);
-    const int32_t place = __ldg(a.routing.place + token * ranks + rank);
+    const int32_t place = a.routing.place[token * ranks + rank];
     if (place < 0) return;
-    row = a.routing.base_to[rank] +
-          __ldg(a.routing.block_base + token / kLayoutTokens * ranks + rank) + place;
+    row = a.routing.base_to[rank] + a.routing.block_base[token / kLayoutTokens * ranks + rank] +
+          place;
     slot = link.peer_ptr(rank, slot_offset(s.layout, s.state->peer_slot[rank]));
   }
   // Another lane's.
@@ -110,6 +110,60 @@ __device__ inline void copy_shared(char* to, const void* from, int64_t bytes, in
   packed.col_stride = 1;
   packed.packed = 1;
   copy_row(to, packed, 0, lane);
+}
+
+// What the receiver's arrays say of each pick, `Vector` by `Vector`, by block `block` of `blocks`.
+// After a failure: ids -1.
+template <typename Vector>
+__device__ inline void collect_picks(const CollectArgs& a, const char* slot, int64_t picks, bool go,
+                                     int64_t block, int64_t blocks) {
+  constexpr int64_t kItems = sizeof(Vector) / 4;
+  const Setup& s = a.setup;
+  const auto* ids = reinterpret_cast<const Vector*>(
+      a.cached ? reinterpret_cast<const char*>(a.routing.recv_ids) : slot + s.layout.slot_idx);
+  const auto* weights = reinterpret_cast<const Vector*>(
+      a.cached ? reinterpret_cast<const char*>(a.routing.recv_weights)
+               : slot + s.layout.slot_weights);
+  const auto put = [](void* to, int64_t i, const Vector& value) {
+    if (to) static_cast<Vector*>(to)[i] = value;
+  };
+  const int64_t threads = blocks * blockDim.x;
+  for (int64_t i = block * blockDim.x + threadIdx.x; i < picks / kItems; i += threads) {
+    Vector id{}, weight{};
+    if (go) {
+      id = ids[i];
+      if (a.has_weights) weight = weights[i];
+    } else {
+#pragma unroll
+      for (int word = 0; word < int(kItems); ++word) reinterpret_cast<uint32_t*>(&id)[word] = ~0u;
+    }
+    put(a.ids, i, id);
+    if (!a.cached) put(a.routing.recv_ids, i, id);
+    if (!a.has_weights) continue;
+    put(a.weights, i, weight);
+    if (!a.cached) put(a.routing.recv_weights, i, weight);
+  }
+}
+
+// The small arrays of the receiver. After a failure: counts 0.
+__device__ inline void collect(const CollectArgs& a, const Link& link, bool go, int64_t block,
+                               int64_t blocks) {
+  const Setup& s = a.setup;
+  const int64_t rows = a.routing.recv_begin[s.num_ranks];
+  const int64_t picks = rows * s.num_topk;
+  const char* slot = a.cached ? nullptr : link.heap() + slot_offset(s.layout, s.state->slot);
+  if ((picks & 3) == 0 && a.aligned) {
+    collect_picks<uint4>(a, slot, picks, go, block, blocks);
+  } else {
+    collect_picks<uint32_t>(a, slot, picks, go, block, blocks);
+  }
+  const int64_t tid = block * blockDim.x + threadIdx.x;
+  if (a.tokens_per_expert) {
+    for (int64_t e = tid; e < s.num_local_experts; e += blocks * blockDim.x)
+      a.tokens_per_expert[e] = go ? a.routing.local_picks[e] : 0;
+  }
+  if (tid == 0 && a.num_received) *a.num_received = go ? rows : 0;
+  if (tid == 0 && a.overflow) *a.overflow = 0;
 }
 
 // Channels [begin, end) of a row, quantised into shared memory; `begin` is a group's.
@@ -250,198 +304,278 @@ extern "C" __global__ void __launch_bounds__(kEnterThreads, 1)
 
 namespace {
 
-// num_sms blocks of kSendWarps warps, one warp per token.
-template <bool kQuantize>
-__device__ void send(const Wire::Ctx& ctx, const SendArgs& a) {
-  extern __shared__ __align__(128) char dynamic[];
+// What travels beside a row to one rank, but for what the copy engine takes.
+__device__ inline void send_beside(const SendArgs& a, int64_t token, const Target& one,
+                                   bool scales_too, int lane) {
   const Setup& s = a.setup;
-  const Link link{ctx, a.setup.rank};
-  if (s.state->go == 0) return;  // no rank moves anything, or this one is broken
-  const int lane = int(threadIdx.x & 31), warp = int(threadIdx.x >> 5);
-  const int ranks = s.num_ranks;
-  const int64_t row_bytes = int64_t(a.row_bytes);
-  const int64_t stride = int64_t(gridDim.x) * kSendWarps;
-  [[maybe_unused]] char* buffer = dynamic + int64_t(warp) * a.buffer_bytes;
+  if (scales_too) {
+    copy_row(one.slot + s.layout.slot_payload + a.scales_offset + uint64_t(one.row) * a.scale_bytes,
+             a.scales, token, lane);
+  }
+  if (a.cached) return;
+  send_picks(a, token, one.rank, one.slot, one.row, lane);
+  if (lane == 0)
+    reinterpret_cast<int32_t*>(one.slot + s.layout.slot_token)[one.row] = int32_t(token);
+}
+
 #ifdef EPCOMM_BULK
-  __shared__ uint64_t barriers[kSendWarps];
-  [[maybe_unused]] uint64_t* barrier = &barriers[warp];
-  [[maybe_unused]] uint32_t parity = 0;
-  if (!kQuantize && a.path == kSendBulk) {
+// A warp's rows by the copy engine, each loaded once. The buffer has a.stages parts: rows are
+// loaded while the ones before them leave. Scales go through registers: the engine is slow with few
+// bytes.
+class BulkRows {
+ public:
+  __device__ BulkRows(const SendArgs& a, const Link& link, char* buffer, uint64_t* barriers,
+                      int lane)
+      : a_(a), link_(link), buffer_(buffer), barriers_(barriers), lane_(lane) {
     if (lane == 0) {
-      barrier_init(barrier, 1);
+      for (int stage = 0; stage < a.stages; ++stage) barrier_init(barriers + stage, 1);
       barrier_fence();
     }
     __syncwarp();
   }
-#endif
-  for (int64_t token = int64_t(blockIdx.x) + int64_t(warp) * gridDim.x; token < a.num_tokens;
-       token += stride) {
-    const char* source = a.x.data + token * a.x.row_stride;
-    if constexpr (kQuantize) send_codes(a, link, token, source, buffer, lane);
-#ifdef EPCOMM_BULK
-    if (!kQuantize && a.path == kSendBulk) {
-      // The first piece is on its way while the places are looked up.
-      bulk_wait_read();
-      __syncwarp();
-      if (lane == 0) {
-        const uint32_t piece = uint32_t(row_bytes < a.buffer_bytes ? row_bytes : a.buffer_bytes);
-        barrier_expect(barrier, piece);
-        bulk_load(buffer, source, piece, barrier);
-      }
-    }
-#endif
-    [[maybe_unused]] bool first = true;
-    for (int rank0 = 0; rank0 < ranks; rank0 += 32) {
-      const Target target(a, link, token, rank0, lane);
-      const unsigned goes = __ballot_sync(kFullWarp, target.slot != nullptr);
-#ifdef EPCOMM_BULK
-      if (!kQuantize && a.path == kSendBulk) {
-        for (int64_t begin = 0; begin < row_bytes; begin += a.buffer_bytes) {
-          const uint32_t piece =
-              uint32_t(row_bytes - begin < a.buffer_bytes ? row_bytes - begin : a.buffer_bytes);
-          // A row that fits in the buffer is loaded once, however many ranks there are.
-          if (begin > 0 || (!first && row_bytes > a.buffer_bytes)) {
-            bulk_wait_read();
-            __syncwarp();
-            if (lane == 0) {
-              barrier_expect(barrier, piece);
-              bulk_load(buffer, source + begin, piece, barrier);
-            }
+
+  // The first rows may be on their way before anything else is known.
+  __device__ void begin(int64_t first, int64_t stride) {
+    for (int i = 0; i < ahead(); ++i) load(first + i * stride, i);
+  }
+
+  // What begin() loads must not arrive in a block that has ended.
+  __device__ void drop(int64_t first, int64_t stride) {
+    for (int i = 0; i < ahead() && first + i * stride < a_.num_tokens; ++i)
+      barrier_wait(barriers_ + i, 0);
+  }
+
+  __device__ void send(int64_t first, int64_t stride) {
+    int stage = 0;
+    uint32_t parity = 0;
+    for (int64_t token = first; token < a_.num_tokens; token += stride) {
+      // The part that the row before this one is leaving.
+      if (a_.stages > 1) load_next(token + ahead() * stride, stage > 0 ? stage - 1 : a_.stages - 1);
+      bool waited = false;
+      for (int rank0 = 0; rank0 < a_.setup.num_ranks; rank0 += 32) {
+        const Target target(a_, link_, token, rank0, lane_);
+        const bool has_scales = a_.vector_scales && uint32_t(lane_) * 16 < uint32_t(a_.scale_bytes);
+        uint4 scales{};
+        if (has_scales) {
+          scales = *reinterpret_cast<const uint4*>(a_.scales.data + token * a_.scales.row_stride +
+                                                   lane_ * 16);
+        }
+        if (!waited) barrier_wait(barriers_ + stage, parity);
+        waited = true;
+        if (target.slot) {
+          bulk_store(
+              target.slot + a_.setup.layout.slot_payload + target.row * int64_t(a_.row_bytes),
+              part(stage), uint32_t(a_.row_bytes));
+        }
+        if (a_.cached && a_.scale_bytes == 0) continue;
+        for (unsigned left = __ballot_sync(kFullWarp, target.slot != nullptr); left;
+             left &= left - 1) {
+          const Target one(target, __ffs(int(left)) - 1);
+          if (has_scales) {
+            *reinterpret_cast<uint4*>(one.slot + a_.setup.layout.slot_payload + a_.scales_offset +
+                                      uint64_t(one.row) * a_.scale_bytes + lane_ * 16) = scales;
           }
-          if (begin > 0 || first || row_bytes > a.buffer_bytes) {
-            barrier_wait(barrier, parity);
-            parity ^= 1;
-          }
-          if (target.slot) {
-            bulk_store(target.slot + s.layout.slot_payload + target.row * row_bytes + begin, buffer,
-                       piece);
-          }
-          __syncwarp();
+          send_beside(a_, token, one, a_.scale_bytes != 0 && !a_.vector_scales, lane_);
         }
       }
-#endif
-      if (!kQuantize && a.path == kSendVector) {
-        constexpr int kUnroll = 4;
-        // Whole steps of the warp: lanes past the row's end still tell where rows go.
-        for (int64_t step = 0; step < row_bytes; step += 32 * 16 * kUnroll) {
-          const int64_t begin = step + lane * 16;
-          uint4 part[kUnroll];
-#pragma unroll
-          for (int u = 0; u < kUnroll; ++u) {
-            if (begin + u * 512 < row_bytes)
-              part[u] = *reinterpret_cast<const uint4*>(source + begin + u * 512);
-          }
-          for (unsigned left = goes; left; left &= left - 1) {
-            const Target one(target, __ffs(int(left)) - 1);
-            char* to = one.slot + s.layout.slot_payload + one.row * row_bytes + begin;
-#pragma unroll
-            for (int u = 0; u < kUnroll; ++u) {
-              if (begin + u * 512 < row_bytes) *reinterpret_cast<uint4*>(to + u * 512) = part[u];
-            }
-          }
-        }
+      if (a_.stages == 1) load_next(token + stride, 0);
+      if (++stage == a_.stages) {
+        stage = 0;
+        parity ^= 1;
       }
-      for (unsigned left = goes; left; left &= left - 1) {
-        const Target one(target, __ffs(int(left)) - 1);
-        char* payload = one.slot + s.layout.slot_payload;
-        if (!kQuantize && a.path == kSendElements && row_bytes > 0)
-          copy_row(payload + one.row * row_bytes, a.x, token, lane);
-        if (!kQuantize && a.scale_bytes) {
-          copy_row(payload + a.scales_offset + uint64_t(one.row) * a.scale_bytes, a.scales, token,
-                   lane);
-        }
-        if (!a.cached) {
-          send_picks(a, token, one.rank, one.slot, one.row, lane);
-          if (lane == 0)
-            reinterpret_cast<int32_t*>(one.slot + s.layout.slot_token)[one.row] = int32_t(token);
-        }
-      }
-      first = false;
     }
   }
+
+ private:
+  __device__ int ahead() const { return a_.stages > 1 ? a_.stages - 1 : 1; }
+  __device__ char* part(int stage) const { return buffer_ + int64_t(stage) * a_.buffer_bytes; }
+
+  // The part's last row has left it.
+  __device__ void load_next(int64_t token, int stage) {
+    bulk_wait_read();
+    __syncwarp();
+    load(token, stage);
+  }
+
+  __device__ void load(int64_t token, int stage) {
+    if (lane_ != 0 || token >= a_.num_tokens) return;
+    barrier_expect(barriers_ + stage, uint32_t(a_.row_bytes));
+    bulk_load(part(stage), a_.x.data + token * a_.x.row_stride, uint32_t(a_.row_bytes),
+              barriers_ + stage);
+  }
+
+  const SendArgs& a_;
+  const Link& link_;
+  char* const buffer_;
+  uint64_t* const barriers_;
+  const int lane_;
+};
+
+// Rows that do not fit in a warp's buffer, piece by piece.
+__device__ inline void send_pieces(const SendArgs& a, const Link& link, int64_t first,
+                                   int64_t stride, char* buffer, uint64_t* barrier, int lane) {
+  const int64_t row_bytes = int64_t(a.row_bytes);
+  uint32_t parity = 0;
+  if (lane == 0) {
+    barrier_init(barrier, 1);
+    barrier_fence();
+  }
+  __syncwarp();
+  for (int64_t token = first; token < a.num_tokens; token += stride) {
+    const char* source = a.x.data + token * a.x.row_stride;
+    for (int rank0 = 0; rank0 < a.setup.num_ranks; rank0 += 32) {
+      const Target target(a, link, token, rank0, lane);
+      const unsigned goes = __ballot_sync(kFullWarp, target.slot != nullptr);
+      if (!goes) continue;
+      for (int64_t begin = 0; begin < row_bytes; begin += a.buffer_bytes) {
+        const uint32_t piece =
+            uint32_t(row_bytes - begin < a.buffer_bytes ? row_bytes - begin : a.buffer_bytes);
+        bulk_wait_read();
+        __syncwarp();
+        if (lane == 0) {
+          barrier_expect(barrier, piece);
+          bulk_load(buffer, source + begin, piece, barrier);
+        }
+        barrier_wait(barrier, parity);
+        parity ^= 1;
+        if (target.slot) {
+          bulk_store(target.slot + a.setup.layout.slot_payload + target.row * row_bytes + begin,
+                     buffer, piece);
+        }
+      }
+      for (unsigned left = goes; left; left &= left - 1)
+        send_beside(a, token, Target(target, __ffs(int(left)) - 1), a.scale_bytes != 0, lane);
+    }
+  }
+}
+#endif
+
+// Rows through registers, 16 bytes or an element at a time.
+__device__ inline void send_plain(const SendArgs& a, const Link& link, int64_t token,
+                                  const char* source, int lane) {
+  const Setup& s = a.setup;
+  const int64_t row_bytes = int64_t(a.row_bytes);
+  for (int rank0 = 0; rank0 < s.num_ranks; rank0 += 32) {
+    const Target target(a, link, token, rank0, lane);
+    const unsigned goes = __ballot_sync(kFullWarp, target.slot != nullptr);
+    if (a.path == kSendVector) {
+      constexpr int kUnroll = 4;
+      // Whole steps of the warp: lanes past the row's end still tell where rows go.
+      for (int64_t step = 0; step < row_bytes; step += 32 * 16 * kUnroll) {
+        const int64_t begin = step + lane * 16;
+        uint4 part[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          if (begin + u * 512 < row_bytes)
+            part[u] = *reinterpret_cast<const uint4*>(source + begin + u * 512);
+        }
+        for (unsigned left = goes; left; left &= left - 1) {
+          const Target one(target, __ffs(int(left)) - 1);
+          char* to = one.slot + s.layout.slot_payload + one.row * row_bytes + begin;
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            if (begin + u * 512 < row_bytes) *reinterpret_cast<uint4*>(to + u * 512) = part[u];
+          }
+        }
+      }
+    }
+    for (unsigned left = goes; left; left &= left - 1) {
+      const Target one(target, __ffs(int(left)) - 1);
+      if (a.path == kSendElements && row_bytes > 0)
+        copy_row(one.slot + s.layout.slot_payload + one.row * row_bytes, a.x, token, lane);
+      send_beside(a, token, one, a.scale_bytes != 0, lane);
+    }
+  }
+}
+
+// What travels beside rows that were quantised on their way.
+__device__ inline void send_beside_codes(const SendArgs& a, const Link& link, int64_t token,
+                                         int lane) {
+  for (int rank0 = 0; rank0 < a.setup.num_ranks; rank0 += 32) {
+    const Target target(a, link, token, rank0, lane);
+    for (unsigned left = __ballot_sync(kFullWarp, target.slot != nullptr); left; left &= left - 1)
+      send_beside(a, token, Target(target, __ffs(int(left)) - 1), false, lane);
+  }
+}
+
+// num_sms blocks of kSendWarps warps, one warp per token.
+template <bool kQuantize>
+__device__ inline void send(const Wire::Ctx& ctx, const SendArgs& a, const CollectArgs& c) {
+  extern __shared__ __align__(128) char dynamic[];
+  const Setup& s = a.setup;
+  const Link link{ctx, a.setup.rank};
+  const int lane = int(threadIdx.x & 31), warp = int(threadIdx.x >> 5);
+  const int64_t first = int64_t(blockIdx.x) + int64_t(warp) * gridDim.x;
+  const int64_t stride = int64_t(gridDim.x) * kSendWarps;
+  [[maybe_unused]] char* const buffer =
+      dynamic + int64_t(warp) * a.buffer_bytes * (a.stages > 0 ? a.stages : 1);
+#ifdef EPCOMM_BULK
+  __shared__ uint64_t barriers[kSendWarps * kSendStages];
+  [[maybe_unused]] uint64_t* const barrier = barriers + warp * kSendStages;
+  const bool whole = !kQuantize && a.stages > 0;
+  BulkRows rows(a, link, buffer, barrier, lane);
+  if (whole) rows.begin(first, stride);
+#endif
+  if (!opened(s, a.call)) {  // no rank moves anything, or this one is broken
+#ifdef EPCOMM_BULK
+    if (whole) rows.drop(first, stride);
+#endif
+    wait_for_last();
+    return;
+  }
+  if constexpr (kQuantize) {
+    for (int64_t token = first; token < a.num_tokens; token += stride) {
+      send_codes(a, link, token, a.x.data + token * a.x.row_stride, buffer, lane);
+      if (!a.cached) send_beside_codes(a, link, token, lane);
+    }
+  } else {
+#ifdef EPCOMM_BULK
+    if (whole) {
+      rows.send(first, stride);
+    } else if (a.path == kSendBulk) {
+      send_pieces(a, link, first, stride, buffer, barrier, lane);
+    }
+#endif
+    if (a.path != kSendBulk) {
+      for (int64_t token = first; token < a.num_tokens; token += stride)
+        send_plain(a, link, token, a.x.data + token * a.x.row_stride, lane);
+    }
+  }
+  if (a.collects) collect(c, link, true, blockIdx.x, gridDim.x);  // while the last rows leave
 #ifdef EPCOMM_BULK
   if (kQuantize || a.path == kSendBulk) bulk_wait_all();
 #endif
   if (!last_block(&s.state->send_ticket)) return;
-  meet(s, link, &s.state->data_phases, kPhaseData, Op::kDispatch,
-       data_word(s.layout, s.shape, s.rank, 0),
-       [&](int peer) { return data_word(s.layout, s.shape, peer, 0); });
+  wait_for_last();
+  const bool met = meet(s, link, &s.state->data_phases, kPhaseData, Op::kDispatch,
+                        data_word(s.layout, s.shape, s.rank, 0),
+                        [&](int peer) { return data_word(s.layout, s.shape, peer, 0); });
+  if (!met && a.collects) collect(c, link, false, 0, 1);
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
-    epcomm_send(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ SendArgs a) {
-  send<false>(ctx, a);
+    epcomm_send(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ SendArgs a,
+                const __grid_constant__ CollectArgs c) {
+  send<false>(ctx, a, c);
 }
 
 // Rows of floats that become codes and scales on their way.
 extern "C" __global__ void __launch_bounds__(kSendWarps * 32, 1)
-    epcomm_send_quantized(const __grid_constant__ Wire::Ctx ctx,
-                          const __grid_constant__ SendArgs a) {
-  send<true>(ctx, a);
+    epcomm_send_quantized(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ SendArgs a,
+                          const __grid_constant__ CollectArgs c) {
+  send<true>(ctx, a, c);
 }
 
-namespace {
-
-// What the receiver's arrays say of each pick, `Vector` by `Vector`. After a failure: ids -1.
-template <typename Vector>
-__device__ void collect_picks(const CollectArgs& a, const char* slot, int64_t picks, bool go) {
-  constexpr int64_t kItems = sizeof(Vector) / 4;
-  const Setup& s = a.setup;
-  const auto* ids = reinterpret_cast<const Vector*>(
-      a.cached ? reinterpret_cast<const char*>(a.routing.recv_ids) : slot + s.layout.slot_idx);
-  const auto* weights = reinterpret_cast<const Vector*>(
-      a.cached ? reinterpret_cast<const char*>(a.routing.recv_weights)
-               : slot + s.layout.slot_weights);
-  const auto put = [](void* to, int64_t i, const Vector& value) {
-    if (to) static_cast<Vector*>(to)[i] = value;
-  };
-  const int64_t threads = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < picks / kItems;
-       i += threads) {
-    Vector id{}, weight{};
-    if (go) {
-      id = ids[i];
-      if (a.has_weights) weight = weights[i];
-    } else {
-#pragma unroll
-      for (int word = 0; word < int(kItems); ++word) reinterpret_cast<uint32_t*>(&id)[word] = ~0u;
-    }
-    put(a.ids, i, id);
-    if (!a.cached) put(a.routing.recv_ids, i, id);
-    if (!a.has_weights) continue;
-    put(a.weights, i, weight);
-    if (!a.cached) put(a.routing.recv_weights, i, weight);
-  }
-}
-
-}  // namespace
-
-// The small arrays of the receiver. It may be queued before the host knows how many rows come; a
-// call that was not agreed on has no such arrays. After a failure: counts 0.
+// It may be queued before the host knows how many rows come; a call that was not agreed on has no
+// such arrays.
 extern "C" __global__ void __launch_bounds__(kCollectThreads, 1)
     epcomm_collect(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ CollectArgs a) {
   const Setup& s = a.setup;
   const Link link{ctx, a.setup.rank};
   if (s.state->agreed == 0) return;
-  const bool go = s.state->go != 0;
-  const int64_t rows = a.routing.recv_begin[s.num_ranks];
-  const int64_t picks = rows * s.num_topk;
-  const char* slot = link.heap() + slot_offset(s.layout, s.state->slot);
-  const bool fours = (picks & 3) == 0 && a.aligned;
-  if (fours) {
-    collect_picks<uint4>(a, slot, picks, go);
-  } else {
-    collect_picks<uint32_t>(a, slot, picks, go);
-  }
-  const int64_t tid = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (a.tokens_per_expert) {
-    for (int64_t e = tid; e < s.num_local_experts; e += int64_t(gridDim.x) * blockDim.x)
-      a.tokens_per_expert[e] = go ? a.routing.local_picks[e] : 0;
-  }
-  if (tid == 0 && a.num_received) *a.num_received = go ? rows : 0;
-  if (tid == 0 && a.overflow) *a.overflow = 0;
+  collect(a, link, s.state->go != 0, blockIdx.x, gridDim.x);
 }
 
 // Rows to packed or strided rows in this GPU's memory, one warp per row.

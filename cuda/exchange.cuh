@@ -13,7 +13,8 @@ using Wire = EPCOMM_WIRE;
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// The policy with its context in hand. All signals go on one channel: they are one thread's.
+// The policy with its context in hand. All signals go on one channel; threads that signal one peer
+// at the same time do it to different words. A policy with queues needs a channel for each of them.
 struct Link {
   const Wire::Ctx& ctx;
   int rank;
@@ -25,6 +26,21 @@ struct Link {
     Wire::signal(ctx, peer, 0, word, add);
   }
 };
+
+// The kernel behind this one in the stream, where it was launched so, may begin once every block
+// has come here or ended; this one's end is then no longer its beginning.
+__device__ inline void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The kernel before this one in the stream has ended.
+__device__ inline void wait_for_last() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 __device__ inline void publish(uint64_t* at, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
@@ -222,23 +238,25 @@ struct EnterShared {
   int first_bad;
 };
 
-__device__ inline void report_to_host(const Setup& s, uint64_t epoch, const FaultWord& fault) {
-  __syncthreads();  // the counts that every thread wrote
-  if (threadIdx.x == 0) {
-    s.report->fault = fault;
-    publish(&s.report->epoch, epoch);
-  }
-}
-
-// One block of kEnterThreads. `totals` and the histogram are made if a.counts.
-__device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterShared& sh) {
+// Whether rows may move: state->go; why not: sh.fault. A whole block.
+__device__ inline void agree(const EnterArgs& a, const Link& link, EnterShared& sh) {
   const Setup& s = a.setup;
   DeviceState* state = s.state;
-  const int me = s.rank, ranks = s.num_ranks, tid = int(threadIdx.x);
+  const int me = s.rank, ranks = s.num_ranks, tid = int(threadIdx.x), threads = int(blockDim.x);
   const uint64_t epoch = state->epoch + 1;
   const int slot = a.header.slot;
   const bool was_broken = state->broken != 0;
   const uint64_t bad_pick = state->bad_pick;
+  const uint64_t slot_epoch = slot >= 0 ? state->slot_epoch[slot] : 0;
+  // Credit for slot i / ranks that peer i % ranks is to be shown. Everything that this block must
+  // know is on its way at once.
+  const int num_credits = s.num_slots * ranks;
+  const auto leased = [&](int which) { return ((a.leased[which >> 6] >> (which & 63)) & 1) != 0; };
+  const auto owed = [&](int i) -> uint64_t {
+    if (i >= num_credits || i % ranks == me || leased(i / ranks)) return 0;
+    return state->slot_epoch[i / ranks] - state->credit_sent[i / ranks];
+  };
+  const uint64_t first_owed = owed(tid);
   __syncthreads();
   if (tid == 0) {
     state->epoch = epoch;
@@ -255,7 +273,7 @@ __device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterSha
     EntryHeader& h = sh.header;
     h = a.header;
     h.epoch = epoch;
-    h.slot_epoch = slot >= 0 ? state->slot_epoch[slot] : 0;
+    h.slot_epoch = slot_epoch;
     if (a.counts && bad_pick != ~uint64_t(0) && h.status == 0) {
       const int64_t token = int64_t(bad_pick) / s.num_topk;
       const int k = int(int64_t(bad_pick) % s.num_topk);
@@ -273,25 +291,10 @@ __device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterSha
     }
   }
   if (a.header.status != 0) {
-    for (int i = tid; i < int(a.header.text_bytes); i += kEnterThreads) sh.text[i] = s.text[i];
+    for (int i = tid; i < int(a.header.text_bytes); i += threads) sh.text[i] = s.text[i];
   }
   __syncthreads();
-  if (was_broken) {
-    report_to_host(s, epoch, sh.fault);
-    return;
-  }
-
-  // Credits first: a slot that is named below has its last epoch shown to every peer.
-  for (int i = tid; i < s.num_slots * ranks; i += kEnterThreads) {
-    const int which = i / ranks, peer = i % ranks;
-    if (peer == me || ((a.leased[which >> 6] >> (which & 63)) & 1)) continue;
-    const uint64_t shown = state->credit_sent[which], now = state->slot_epoch[which];
-    if (shown != now) link.signal(peer, credit_word(s.layout, s.shape, me, which), now - shown);
-  }
-  __syncthreads();
-  for (int i = tid; i < s.num_slots; i += kEnterThreads) {
-    if (!((a.leased[i >> 6] >> (i & 63)) & 1)) state->credit_sent[i] = state->slot_epoch[i];
-  }
+  if (was_broken) return;
 
   // The record, to everybody and to the own heap.
   for (int i = 0; i < ranks; ++i) {
@@ -299,23 +302,30 @@ __device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterSha
     char* to = link.peer_ptr(peer, entry_record(s.layout, me, epoch));
     int64_t* words = reinterpret_cast<int64_t*>(to);
     const int64_t* header = reinterpret_cast<const int64_t*>(&sh.header);
-    for (int w = tid; w < int(sizeof(EntryHeader) / 8); w += kEnterThreads) words[w] = header[w];
-    for (int b = tid; b < int(sh.header.text_bytes); b += kEnterThreads)
+    for (int w = tid; w < int(sizeof(EntryHeader) / 8); w += threads) words[w] = header[w];
+    for (int b = tid; b < int(sh.header.text_bytes); b += threads)
       to[kEntryHeaderBytes + uint64_t(b)] = sh.text[b];
     int64_t* rows = reinterpret_cast<int64_t*>(to + kEntryRowsOffset);
-    for (int d = tid; d < ranks; d += kEnterThreads) rows[d] = a.counts ? sh.totals[d] : 0;
+    for (int d = tid; d < ranks; d += threads) rows[d] = a.counts ? sh.totals[d] : 0;
     if (a.counts) {
       int64_t* picks = reinterpret_cast<int64_t*>(to + entry_picks_offset(ranks));
-      for (int e = tid; e < s.num_experts; e += kEnterThreads) {
+      for (int e = tid; e < s.num_experts; e += threads) {
         if (s.expert_rank[e] == peer) picks[s.expert_local[e]] = __ldcg(&s.histogram[e]);
       }
     }
   }
   __syncthreads();  // a signal's fence takes along what threads before the barrier stored
   if (a.counts) {
-    for (int e = tid; e < s.num_experts; e += kEnterThreads) s.histogram[e] = 0;
+    for (int e = tid; e < s.num_experts; e += threads) s.histogram[e] = 0;
   }
-  if (tid < ranks && tid != me) link.signal(tid, entry_word(s.layout, me), 1);
+  // Credits: a slot that is named here has its last epoch shown to every peer, which waits for that
+  // word by itself. Other threads send the entry words, so that the signals' fences overlap.
+  for (int i = tid; i < num_credits; i += threads) {
+    const uint64_t add = i == tid ? first_owed : owed(i);
+    if (add) link.signal(i % ranks, credit_word(s.layout, s.shape, me, i / ranks), add);
+  }
+  const int entered = threads - 1 - tid;
+  if (entered < ranks && entered != me) link.signal(entered, entry_word(s.layout, me), 1);
 
   if (!wait_all(s, link, epoch, kPhaseEntry, &sh.fault,
                 [&](int peer) { return entry_word(s.layout, peer); })) {
@@ -324,39 +334,40 @@ __device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterSha
       sh.fault.op = int32_t(a.header.terms[kTermOp]);
       raise_fault(s, sh.fault);
     }
-    report_to_host(s, epoch, sh.fault);
     return;
   }
 
+  for (int i = tid; i < s.num_slots; i += threads) {  // after the barriers of wait_all
+    if (!leased(i)) state->credit_sent[i] = state->slot_epoch[i];
+  }
+
   // Every rank has the same records, so every rank comes to the same conclusion.
-  const EntryHeader* mine = record_of(s, link, me, epoch);
-  const EntryHeader* zeroth = record_of(s, link, 0, epoch);
-  bool equal = true;
   const EntryHeader* theirs = nullptr;
+  bool equal = true;
+  for (int i = tid; i < ranks * kNumTerms; i += threads) {
+    const int peer = i / kNumTerms, term = i % kNumTerms;
+    equal &=
+        record_of(s, link, peer, epoch)->terms[term] == record_of(s, link, 0, epoch)->terms[term];
+  }
   if (tid < ranks) {
     theirs = record_of(s, link, tid, epoch);
-    equal = theirs->epoch == epoch && theirs->status == 0;
-    for (int term = 0; term < kNumTerms; ++term)
-      equal = equal && theirs->terms[term] == zeroth->terms[term];
+    equal &= theirs->epoch == epoch && theirs->status == 0;
     state->peer_slot[tid] = theirs->slot;
     state->peer_rows[tid] = theirs->zero_copy;
   }
-  (void)mine;
   if (__syncthreads_or(!equal)) {
     if (tid == 0) sh.fault.fault = kDisagree;
-    __syncthreads();
-    report_to_host(s, epoch, sh.fault);
     return;
   }
 
   if (a.counts) {
     int64_t* told =
         reinterpret_cast<int64_t*>(reinterpret_cast<char*>(s.report) + kReportRowsOffset);
-    for (int i = tid; i < ranks * ranks; i += kEnterThreads) {
+    for (int i = tid; i < ranks * ranks; i += threads) {
       const int source = i / ranks, d = i % ranks;
       told[i] = record_rows(record_of(s, link, source, epoch))[d];
     }
-    for (int e = tid; e < s.num_local_experts; e += kEnterThreads) {
+    for (int e = tid; e < s.num_local_experts; e += threads) {
       int64_t picks = 0;
       for (int source = 0; source < ranks; ++source)
         picks += record_picks(record_of(s, link, source, epoch), ranks)[e];
@@ -388,8 +399,6 @@ __device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterSha
         sh.fault.peer = sh.first_bad;
         if (slot >= 0) state->slot_epoch[slot] = epoch;
       }
-      __syncthreads();
-      report_to_host(s, epoch, sh.fault);
       return;
     }
   }
@@ -408,8 +417,6 @@ __device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterSha
   }
   if (__syncthreads_or(!good)) {
     if (tid == 0) sh.fault.fault = kWasBroken;  // Errors has it
-    __syncthreads();
-    report_to_host(s, epoch, sh.fault);
     return;
   }
   if (tid == 0) {
@@ -417,7 +424,49 @@ __device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterSha
     state->go = 1;
     state->agreed = 1;
   }
-  report_to_host(s, epoch, sh.fault);
+}
+
+// The kernels behind this one, and then the host, hear how it went. One whole block; `totals` and
+// the histogram are made if a.counts.
+__device__ inline void enter_call(const EnterArgs& a, const Link& link, EnterShared& sh) {
+  agree(a, link, sh);
+  __syncthreads();  // what every thread wrote, counts for the host among it
+  const Setup& s = a.setup;
+  if (threadIdx.x == 0) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(&s.state->opened), "l"(a.call)
+                 : "memory");
+  }
+  __syncthreads();
+  let_next_begin();
+  if (threadIdx.x != 0) return;
+  s.report->fault = sh.fault;
+  s.report->epoch = s.state->epoch;
+  publish(&s.report->call, a.call);
+}
+
+// The first thing a kernel does that stands behind enter_call's and may have begun before its end:
+// a whole block. True where rows may move. What that kernel wrote, a new routing too, is read by
+// plain loads only.
+__device__ inline bool opened(const Setup& s, uint64_t call) {
+  __shared__ bool seen;
+  if (threadIdx.x == 0) {
+    const auto look = [&] {
+      uint64_t last;
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
+                   : "=l"(last)
+                   : "l"(&s.state->opened)
+                   : "memory");
+      return last == call;
+    };
+    seen = look();
+    for (int i = 0; i < 4096 && !seen; ++i) seen = look();
+    if (!seen) {  // that kernel's own deadlines end this
+      wait_for_last();
+      seen = look();
+    }
+  }
+  __syncthreads();
+  return seen && s.state->go != 0;
 }
 
 // ---- the end of a phase: the last block tells all peers and waits for them

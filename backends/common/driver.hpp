@@ -89,6 +89,26 @@ struct CuPoolProperties {
 };
 static_assert(sizeof(CuPoolProperties) == 88, "the driver's CUmemPoolProps");
 
+struct CuLaunchAttribute {
+  int id;  // kCuMayBeginEarly
+  int reserved;
+  int value;
+  unsigned char rest[60];
+};
+// The kernel may begin when the one before it in the stream lets it (programmatic stream
+// serialization); from compute capability 9.0 on.
+constexpr int kCuMayBeginEarly = 6;
+static_assert(sizeof(CuLaunchAttribute) == 72, "the driver's CUlaunchAttribute");
+
+struct CuLaunchConfig {
+  unsigned grid[3], block[3];
+  unsigned shared_bytes;
+  CuStream stream;
+  CuLaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+static_assert(sizeof(CuLaunchConfig) == 56, "the driver's CUlaunchConfig");
+
 struct CuFabricHandle {
   unsigned char bytes[64];
 };
@@ -122,9 +142,9 @@ constexpr int kCuPointerDeviceOrdinal = 9;
   X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CuDevice device))                  \
   X(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CuContext context))                                  \
   X(cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CuContext * context))                                  \
-  X(cuMemGetInfo, "cuMemGetInfo_v2", (size_t* free, size_t* total))                                \
+  X(cuMemGetInfo, "cuMemGetInfo_v2", (size_t * free, size_t * total))                              \
   X(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity",                                \
-    (size_t* bytes, const CuAllocation* allocation, int option))                                   \
+    (size_t * bytes, const CuAllocation* allocation, int option))                                  \
   X(cuMemCreate, "cuMemCreate",                                                                    \
     (CuMemory * memory, size_t bytes, const CuAllocation* allocation, unsigned long long flags))   \
   X(cuMemRelease, "cuMemRelease", (CuMemory memory))                                               \
@@ -184,7 +204,9 @@ constexpr int kCuPointerDeviceOrdinal = 9;
   X(cuLaunchKernel, "cuLaunchKernel",                                                              \
     (CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,     \
      unsigned block_y, unsigned block_z, unsigned shared_bytes, CuStream stream, void** arguments, \
-     void** extra))
+     void** extra))                                                                                \
+  X(cuLaunchKernelEx, "cuLaunchKernelEx",                                                          \
+    (const CuLaunchConfig* config, CuFunction function, void** arguments, void** extra))
 
 struct Driver {
 #define EPCOMM_DRIVER_MEMBER(member, symbol, arguments) CuResult(*member) arguments = nullptr;

@@ -136,9 +136,9 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
     call->routing = routing;
     const bool leased = refusal.ok() && args.want_lease != 0 && leases_held() < shape.num_slots;
     EPCOMM_RETURN_IF_ERROR(enter(enter_args, blocks));
-    if (refusal.ok()) EPCOMM_RETURN_IF_ERROR(send(*call, args, *routing, context));
+    if (refusal.ok()) EPCOMM_RETURN_IF_ERROR(send(call, args, enter_args.call, context));
     if (refusal.ok() && args.early) {
-      EPCOMM_RETURN_IF_ERROR(collect(call, args.outputs, context));
+      if (!call->collected) EPCOMM_RETURN_IF_ERROR(collect(call, args.outputs, context));
       if (leased && context.join) {
         EPCOMM_RETURN_IF_ERROR(core_->before(context.stream));
         call->joined = true;
@@ -147,8 +147,8 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
     if (!call->cached) {
       const Status agreed = await_report("dispatch", context);
       if (!agreed.ok()) {
-        // What is queued still writes to memory that the caller is about to give back.
-        if (call->collected && !call->joined) (void)core_->before(context.stream);
+        // What is queued still reads and writes memory that the caller is about to give back.
+        if (!call->joined) (void)core_->before(context.stream);
         return agreed;
       }
       const int64_t* told = reinterpret_cast<const int64_t*>(pinned_ + kReportRowsOffset);
@@ -187,10 +187,8 @@ Status Engine::dispatch_finish(DispatchCall* call, const DispatchOutputs& out,
     return context.join && !call->joined ? core_->before(context.stream) : Status{};
   });
   // A cached call is agreed on by now or soon: its rows are on their way behind the agreement.
-  if (status.ok() && call->cached) {
-    status = await_report("dispatch", context);
-    if (!status.ok() && !context.join) (void)core_->before(context.stream);  // as above
-  }
+  if (status.ok() && call->cached) status = await_report("dispatch", context);
+  if (!status.ok()) (void)core_->before(context.stream);  // as above
   if (status.ok()) {
     const int me = options_.rank;
     ++stats_.dispatches;
@@ -207,10 +205,14 @@ Status Engine::dispatch_finish(DispatchCall* call, const DispatchOutputs& out,
 }
 
 // Behind the entry kernel, without the host in between: bases and slots are in device memory.
-Status Engine::send(const DispatchCall& call, const DispatchArgs& args, const Routing& routing,
+Status Engine::send(DispatchCall* dispatch, const DispatchArgs& args, uint64_t number,
                     const CallContext& context) noexcept {
+  const DispatchCall& call = *dispatch;
+  const Routing& routing = *call.routing;
+  CollectArgs collected{};
   SendArgs send_args{};
   send_args.setup = setup_;
+  send_args.call = number;
   send_args.x = strided(args.x);
   send_args.scales = strided(args.scales);
   if (!call.cached && routing.has_weights) {
@@ -224,6 +226,10 @@ Status Engine::send(const DispatchCall& call, const DispatchArgs& args, const Ro
   send_args.scales_offset = scales_offset(call.wire_row_bytes);
   send_args.routing = routing.view;
   send_args.cached = call.cached;
+  if (call.cached && args.early) {
+    collected = collecting(call, args.outputs);
+    send_args.collects = 1;
+  }
   int shared = 0;
   common::CuFunction function = options_.kernels.send;
   if (args.quantize) {
@@ -243,23 +249,28 @@ Status Engine::send(const DispatchCall& call, const DispatchArgs& args, const Ro
   } else if (send_buffer_max_ > 0) {
     send_args.path = kSendBulk;
     const int64_t most = send_buffer_max_ / kSendWarps / 16 * 16;
-    send_args.buffer_bytes = int32_t(std::min<int64_t>(most, int64_t(call.wire_row_bytes)));
-    shared = send_args.buffer_bytes * kSendWarps;
+    const int64_t row = int64_t(call.wire_row_bytes), scales = int64_t(call.wire_scale_bytes);
+    send_args.vector_scales = scales > 0 && scales <= 32 * 16 && aligned16(args.scales);
+    send_args.stages = int32_t(row > 0 ? std::min<int64_t>(kSendStages, most / row) : 0);
+    send_args.buffer_bytes = int32_t(std::min(most, row));
+    shared = send_args.buffer_bytes * std::max(send_args.stages, 1) * kSendWarps;
   } else {
     send_args.path = kSendVector;
   }
-  void* send_arguments[] = {options_.ctx.data(), &send_args};
-  return launch(function, sms(context), kSendWarps * 32, shared, send_arguments, "launch of send");
+  void* send_arguments[] = {options_.ctx.data(), &send_args, &collected};
+  EPCOMM_RETURN_IF_ERROR(launch_behind(function, sms(context), kSendWarps * 32, shared,
+                                       send_arguments, "launch of send"));
+  dispatch->collected = send_args.collects != 0;
+  return {};
 }
 
-// The receiver's small arrays, behind its rows.
-Status Engine::collect(DispatchCall* call, const DispatchOutputs& out,
-                       const CallContext& context) noexcept {
-  const Routing& routing = *call->routing;
+CollectArgs Engine::collecting(const DispatchCall& call,
+                               const DispatchOutputs& out) const noexcept {
+  const Routing& routing = *call.routing;
   CollectArgs collected{};
   collected.setup = setup_;
   collected.routing = routing.view;
-  collected.cached = call->cached;
+  collected.cached = call.cached;
   collected.has_weights = routing.has_weights;
   collected.aligned = ((out.ids | out.weights) & 15) == 0;
   collected.ids = reinterpret_cast<int32_t*>(out.ids);
@@ -267,6 +278,13 @@ Status Engine::collect(DispatchCall* call, const DispatchOutputs& out,
   collected.tokens_per_expert = reinterpret_cast<int32_t*>(out.tokens_per_expert);
   collected.num_received = reinterpret_cast<int64_t*>(out.num_tokens);
   collected.overflow = reinterpret_cast<int64_t*>(out.overflow);
+  return collected;
+}
+
+// The receiver's small arrays, behind its rows.
+Status Engine::collect(DispatchCall* call, const DispatchOutputs& out,
+                       const CallContext& context) noexcept {
+  CollectArgs collected = collecting(*call, out);
   void* arguments[] = {options_.ctx.data(), &collected};
   call->collected = true;
   return launch(options_.kernels.collect, sms(context), kCollectThreads, 0, arguments,
@@ -374,6 +392,7 @@ Status Engine::combine(const CombineArgs& args, const CallContext& context) noex
 
     ReduceArgs reduce{};
     reduce.setup = setup_;
+    reduce.call = enter_args.call;
     reduce.routing = routing.view;
     reduce.own = strided(args.x);
     reduce.num_tokens = routing.num_tokens;
@@ -388,12 +407,14 @@ Status Engine::combine(const CombineArgs& args, const CallContext& context) noex
     reduce.aligned = aligned16(args.x) && ((args.out | uint64_t(args.out_stride)) & 15) == 0;
     void* arguments[] = {options_.ctx.data(), &reduce};
     const Kernels& kernels = options_.kernels;
-    EPCOMM_RETURN_IF_ERROR(launch(shape.num_ranks > 2 ? kernels.reduce_many : kernels.reduce_two,
-                                  sms(context), kReduceWarps * 32, 0, arguments,
-                                  "launch of reduce"));
+    EPCOMM_RETURN_IF_ERROR(
+        launch_behind(shape.num_ranks > 2 ? kernels.reduce_many : kernels.reduce_two, sms(context),
+                      kReduceWarps * 32, 0, arguments, "launch of reduce"));
     if (context.join) EPCOMM_RETURN_IF_ERROR(core_->before(context.stream));
     // All ranks raise the same error in this call; the rows are on their way meanwhile.
-    return await_report("combine", context);
+    Status agreed = await_report("combine", context);
+    if (!agreed.ok() && !context.join) (void)core_->before(context.stream);  // as in dispatch
+    return agreed;
   });
   if (status.ok()) {
     ++stats_.combines;

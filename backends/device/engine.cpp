@@ -296,7 +296,6 @@ Status Engine::prepare(const CallContext& context, bool ordered) noexcept {
   if (load_acquire(&errors_->set) != 0) return broken();
   ++stats_.calls;
   collect_released();
-  report_->epoch = 0;
   return ordered ? core_->after(context.stream) : Status{};
 }
 
@@ -314,6 +313,7 @@ int Engine::sms(const CallContext& context) const noexcept {
 EnterArgs Engine::entry(Op op, int64_t num_tokens) noexcept {
   EnterArgs args{};
   args.setup = setup_;
+  args.call = ++entries_;
   args.header.slot = -1;
   args.header.num_tokens = num_tokens;
   args.header.terms[kTermOp] = int64_t(op);
@@ -334,6 +334,28 @@ Status Engine::launch(CuFunction function, int64_t blocks, int threads, int shar
   return driver.check(result, name);
 }
 
+// A kernel that begins with opened(), right behind the entry kernel: where the GPU can, it is there
+// when the ranks have agreed. The entry kernel itself is launched plainly, so that what a caller's
+// stream did before the call lies behind both.
+Status Engine::launch_behind(CuFunction function, int64_t blocks, int threads, int shared_bytes,
+                             void** arguments, const char* name) noexcept {
+  if (core_->compute() < 90)
+    return launch(function, blocks, threads, shared_bytes, arguments, name);
+  CuLaunchAttribute early{};
+  early.id = kCuMayBeginEarly;
+  early.value = 1;
+  CuLaunchConfig config{};
+  config.grid[0] = unsigned(std::max<int64_t>(blocks, 1));
+  config.grid[1] = config.grid[2] = config.block[1] = config.block[2] = 1;
+  config.block[0] = unsigned(threads);
+  config.shared_bytes = unsigned(shared_bytes);
+  config.stream = core_->stream();
+  config.attributes = &early;
+  config.num_attributes = 1;
+  const Driver& driver = core_->driver();
+  return driver.check(driver.cuLaunchKernelEx(&config, function, arguments, nullptr), name);
+}
+
 Status Engine::enter(const EnterArgs& args, int64_t blocks) noexcept {
   void* arguments[] = {options_.ctx.data(), const_cast<EnterArgs*>(&args)};
   return launch(options_.kernels.enter, blocks, kEnterThreads, 0, arguments, "launch of enter");
@@ -346,12 +368,12 @@ Status Engine::await_report(const char* operation, const CallContext& context) n
   const int64_t start = now_ns();
   const int64_t end = start + 2 * seconds_to_ns(options_.timeout_s) + 10 * kSecond;
   int64_t next_look = start + kInterruptEvery, lost_since = 0;
-  while (load_acquire(&report_->epoch) == 0) {
+  while (load_acquire(&report_->call) != entries_) {
     const int64_t now = now_ns();
     if (now - start > kSpin) {
       nap();
     } else {
-      for (int i = 0; i < 50 && load_acquire(&report_->epoch) == 0; ++i) {
+      for (int i = 0; i < 50 && load_acquire(&report_->call) != entries_; ++i) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
@@ -363,7 +385,7 @@ Status Engine::await_report(const char* operation, const CallContext& context) n
     if (context.interrupted && context.interrupted(context.interrupted_arg) != 0)
       return error(Code::kInterrupted, -1, "%s: interrupted", operation);
     const CuResult result = driver.cuStreamQuery(core_->stream());
-    if (result != kCuNotReady && load_acquire(&report_->epoch) == 0) {
+    if (result != kCuNotReady && load_acquire(&report_->call) != entries_) {
       EPCOMM_RETURN_IF_ERROR(driver.check(result, operation));
       return error(Code::kInternal, -1, "%s: its first kernel ended without a report", operation);
     }

@@ -198,6 +198,8 @@ class Engine {
   EnterArgs entry(Op op, int64_t num_tokens) noexcept;
   Status launch(common::CuFunction function, int64_t blocks, int threads, int shared_bytes,
                 void** arguments, const char* name) noexcept;
+  Status launch_behind(common::CuFunction function, int64_t blocks, int threads, int shared_bytes,
+                       void** arguments, const char* name) noexcept;
   Status enter(const EnterArgs& args, int64_t blocks) noexcept;
   Status await_report(const char* operation, const CallContext& context) noexcept;
   Status fault_status(const char* operation, const FaultWord& fault) noexcept;
@@ -213,10 +215,11 @@ class Engine {
                    const CallContext& context) noexcept;
   Status make_routing(Routing* routing, int64_t recv_rows) noexcept;
   Status make_received(Routing* routing, int64_t recv_rows) noexcept;
-  Status send(const DispatchCall& call, const DispatchArgs& args, const Routing& routing,
+  Status send(DispatchCall* call, const DispatchArgs& args, uint64_t number,
               const CallContext& context) noexcept;
   Status collect(DispatchCall* call, const DispatchOutputs& out,
                  const CallContext& context) noexcept;
+  CollectArgs collecting(const DispatchCall& call, const DispatchOutputs& out) const noexcept;
   Status copy_out(const DispatchCall& call, const DispatchOutputs& out) noexcept;
   static Strided strided(const Rows& rows) noexcept;
 
@@ -233,6 +236,7 @@ class Engine {
   char* text_ = nullptr;
   char* records_ = nullptr;
   int send_buffer_max_ = 0;
+  uint64_t entries_ = 0;  // EnterArgs that were made
 
   enum class SlotUse : uint8_t { kFree, kLease };
   std::vector<SlotUse> slot_use_;

@@ -19,6 +19,7 @@ constexpr int kMaxSlots = 65;
 constexpr int kLayoutTokens = 256;
 constexpr int kEnterThreads = 256;
 constexpr int kSendWarps = 16;
+constexpr int kSendStages = 4;  // at most
 constexpr int kReduceWarps = 16;
 constexpr int kCollectThreads = 1024;
 // Without the copy engine: the shared memory that every block may have.
@@ -54,14 +55,15 @@ struct FaultWord {
   uint64_t waited_ns;
 };
 
-// Pinned host memory. `set` and `epoch` are written last.
+// Pinned host memory. `set` and `call` are written last.
 struct Errors {
   uint64_t set;
   FaultWord first;
 };
 
 struct Report {
-  uint64_t epoch;  // the call that the rest is about
+  uint64_t call;  // EnterArgs::call that the rest is about
+  uint64_t epoch;
   FaultWord fault;
   int64_t recv_rows;
   // int64 rows_of[num_ranks * num_ranks], picks[max_local_experts]
@@ -79,7 +81,8 @@ struct DeviceState {
   uint32_t go;                      // the call in progress was agreed on and may move rows
   uint32_t agreed;                  // it was agreed on, whatever became of it
   uint32_t enter_ticket, send_ticket, reduce_ticket;
-  int32_t slot;  // of the call in progress
+  int32_t slot;     // of the call in progress
+  uint64_t opened;  // EnterArgs::call of the last call that was opened, whatever became of it
   int32_t peer_slot[kMaxRanks];
   uint64_t peer_rows[kMaxRanks];  // combine: heap offset of each rank's rows
 };
@@ -123,6 +126,7 @@ struct Setup {
 struct EnterArgs {
   Setup setup;
   EntryHeader header;  // epoch, slot_epoch: filled in by the kernel
+  uint64_t call;       // its number on this rank, from 1 on
   uint64_t leased[2];  // slots that leases hold: no credit for them
   // Layout pass, if ids is not null.
   const char* ids;
@@ -136,20 +140,24 @@ struct EnterArgs {
 
 struct SendArgs {
   Setup setup;
+  uint64_t call;  // EnterArgs::call
   Strided x, scales;
   const char* weights;  // float32, any strides; null: none
   int64_t weights_token_stride, weights_topk_stride;
   int64_t num_tokens;
   uint64_t row_bytes, scale_bytes, scales_offset;  // in a slot's payload
   RoutingView routing;
-  int32_t cached;  // ids and weights are at the receiver already
-  int32_t path;    // SendPath
-  int32_t buffer_bytes;
+  int32_t cached;         // ids and weights are at the receiver already
+  int32_t path;           // SendPath
+  int32_t buffer_bytes;   // of a warp, or of each of its stages
+  int32_t stages;         // kSendBulk: rows that a warp's buffer holds; 0: less than one
+  int32_t vector_scales;  // kSendBulk: 16 bytes of scales for each lane of a warp, or fewer
   // Quantising: row_bytes and scale_bytes are those of codes and their scales.
   int32_t row_type;        // of x: 0 float32, 1 float16, 2 bfloat16
   int32_t vector;          // x can be read in 16-byte pieces
   int32_t bulk;            // the copy engine may be used
   int32_t piece_channels;  // a warp's buffer holds their codes, and their scales behind them
+  int32_t collects;        // cached: the receiver's small arrays too
 };
 enum SendPath : int32_t { kSendBulk = 0, kSendVector = 1, kSendElements = 2 };
 
@@ -176,6 +184,7 @@ struct CarryArgs {
 
 struct ReduceArgs {
   Setup setup;
+  uint64_t call;  // EnterArgs::call
   RoutingView routing;
   Strided own;  // this rank's rows, all of them, as the caller has them
   int64_t num_tokens, num_cols;
