@@ -3,7 +3,7 @@
 // already, epcomm_send writes those too. epcomm_enter also opens every other call.
 #include "bulk.cuh"
 #include "exchange.cuh"
-#include "quantize.cuh"
+#include "quantize_shared.cuh"
 
 namespace epcomm::device {
 
@@ -176,7 +176,13 @@ __device__ inline void quantize_piece(const SendArgs& a, const char* source, int
   const uint8_t* row = reinterpret_cast<const uint8_t*>(source);
   // Several groups at a time, and the next ones on their way meanwhile: with one, every step would
   // wait for memory.
+#ifdef EPCOMM_BULK
+  constexpr bool vector = false;                      // the copy engine has such rows
+  constexpr int kAhead = 2 / Pieces<Format>::kCount;  // of eight loads each
+#else
+  const bool vector = a.vector != 0;
   constexpr int kAhead = 4 / Pieces<Format>::kCount;
+#endif
   constexpr int64_t kStep = 2 * kScaleGroup;
   const int64_t own = lane / kCastLanes;
   Raw<Format> next[kAhead];
@@ -184,7 +190,7 @@ __device__ inline void quantize_piece(const SendArgs& a, const char* source, int
 #pragma unroll
     for (int n = 0; n < kAhead; ++n) {
       if (at + n * kStep < end) {
-        next[n] = load_raw<Format>(row, a.x.col_stride, width, a.vector != 0, true,
+        next[n] = load_raw<Format>(row, a.x.col_stride, width, vector, true,
                                    at / kScaleGroup + 2 * n + own, part);
       }
     }
@@ -211,18 +217,61 @@ __device__ inline void quantize_piece(const SendArgs& a, const char* source, int
   }
 }
 
-// A token's row as codes and scales to all ranks that it goes to.
+// Codes and scales of channels [begin, end) of a token, in shared memory, to all ranks that it goes
+// to; `first`, if any, is where it goes of the first 32 ranks.
+__device__ inline void store_codes_of(const SendArgs& a, const Link& link, const Target* first,
+                                      int64_t token, int64_t begin, int64_t end,
+                                      const uint8_t* codes, const float* scales, int lane) {
+  const int64_t width = int64_t(a.row_bytes);
+  const int64_t scale_bytes = (end - begin + kScaleGroup - 1) / kScaleGroup * 4;
+  [[maybe_unused]] const bool bulk_codes = a.bulk != 0 && (width & 15) == 0;
+  // The copy engine is slow with few bytes.
+  [[maybe_unused]] const bool bulk_scales =
+      a.bulk != 0 && (a.scale_bytes & 15) == 0 && a.scale_bytes > 512;
+#ifdef EPCOMM_BULK
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  __syncwarp();
+  for (int rank0 = 0; rank0 < a.setup.num_ranks; rank0 += 32) {
+    const Target target = rank0 == 0 && first ? *first : Target(a, link, token, rank0, lane);
+#ifdef EPCOMM_BULK
+    if (target.slot) {
+      char* payload = target.slot + a.setup.layout.slot_payload;
+      if (bulk_codes)
+        bulk_store(payload + target.row * width + begin, codes, uint32_t(end - begin));
+      if (bulk_scales) {
+        bulk_store(payload + a.scales_offset + uint64_t(target.row) * a.scale_bytes +
+                       begin / kScaleGroup * 4,
+                   scales, uint32_t(scale_bytes));
+      }
+    }
+    if (bulk_codes && bulk_scales) continue;
+    const bool codes_too = !bulk_codes, scales_too = !bulk_scales;
+#else
+    constexpr bool codes_too = true, scales_too = true;
+#endif
+    for (unsigned left = __ballot_sync(kFullWarp, target.slot != nullptr); left; left &= left - 1) {
+      const Target one(target, __ffs(int(left)) - 1);
+      char* payload = one.slot + a.setup.layout.slot_payload;
+      if (codes_too) copy_shared(payload + one.row * width + begin, codes, end - begin, lane);
+      if (scales_too) {
+        copy_shared(
+            payload + a.scales_offset + uint64_t(one.row) * a.scale_bytes + begin / kScaleGroup * 4,
+            scales, scale_bytes, lane);
+      }
+    }
+  }
+}
+
+// A token's row as codes and scales to all ranks that it goes to, read through registers.
 __device__ inline void send_codes(const SendArgs& a, const Link& link, int64_t token,
                                   const char* source, char* buffer, int lane) {
   const int64_t width = int64_t(a.row_bytes);
   const int64_t most = a.piece_channels;
   uint8_t* codes = reinterpret_cast<uint8_t*>(buffer);
   float* scales = reinterpret_cast<float*>(buffer + most);
-  [[maybe_unused]] const bool bulk_codes = a.bulk != 0 && (width & 15) == 0;
-  [[maybe_unused]] const bool bulk_scales = a.bulk != 0 && (a.scale_bytes & 15) == 0;
   for (int64_t begin = 0; begin < width; begin += most) {
     const int64_t end = begin + most < width ? begin + most : width;
-    const int64_t scale_bytes = (end - begin + kScaleGroup - 1) / kScaleGroup * 4;
 #ifdef EPCOMM_BULK
     bulk_wait_read();
 #endif
@@ -234,42 +283,50 @@ __device__ inline void send_codes(const SendArgs& a, const Link& link, int64_t t
     } else {
       quantize_piece<Bfloat16>(a, source, begin, end, codes, scales, lane);
     }
-#ifdef EPCOMM_BULK
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-    __syncwarp();
-    for (int rank0 = 0; rank0 < a.setup.num_ranks; rank0 += 32) {
-      const Target target(a, link, token, rank0, lane);
-#ifdef EPCOMM_BULK
-      if (target.slot) {
-        char* payload = target.slot + a.setup.layout.slot_payload;
-        if (bulk_codes)
-          bulk_store(payload + target.row * width + begin, codes, uint32_t(end - begin));
-        if (bulk_scales) {
-          bulk_store(payload + a.scales_offset + uint64_t(target.row) * a.scale_bytes +
-                         begin / kScaleGroup * 4,
-                     scales, uint32_t(scale_bytes));
-        }
-      }
-      if (bulk_codes && bulk_scales) continue;
-      const bool codes_too = !bulk_codes, scales_too = !bulk_scales;
-#else
-      constexpr bool codes_too = true, scales_too = true;
-#endif
-      for (unsigned left = __ballot_sync(kFullWarp, target.slot != nullptr); left;
-           left &= left - 1) {
-        const Target one(target, __ffs(int(left)) - 1);
-        char* payload = one.slot + a.setup.layout.slot_payload;
-        if (codes_too) copy_shared(payload + one.row * width + begin, codes, end - begin, lane);
-        if (scales_too) {
-          copy_shared(payload + a.scales_offset + uint64_t(one.row) * a.scale_bytes +
-                          begin / kScaleGroup * 4,
-                      scales, scale_bytes, lane);
-        }
-      }
-    }
+    store_codes_of(a, link, nullptr, token, begin, end, codes, scales, lane);
   }
 }
+
+#ifdef EPCOMM_BULK
+// The same, read by the copy engine, as much of the row at once as the buffer holds.
+__device__ inline void send_codes_bulk(const SendArgs& a, const Link& link, int64_t token,
+                                       const char* source, char* buffer, uint64_t* barrier,
+                                       uint32_t& parity, int lane) {
+  const int64_t width = int64_t(a.row_bytes);
+  const int64_t most = a.piece_channels;
+  const auto load = [&](int64_t begin) {
+    // The copy engine has read the last codes, and comes behind what lanes did in the buffer.
+    bulk_wait_read();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (lane == 0) {
+      const int64_t left = width - begin;
+      const uint32_t bytes = uint32_t(left < most ? left : most) * uint32_t(a.x.itemsize);
+      barrier_expect(barrier, bytes);
+      bulk_load(buffer, source + begin * a.x.itemsize, bytes, barrier);
+    }
+  };
+  if (width > 0) load(0);
+  const Target first(a, link, token, 0, lane);  // while the first piece is on its way
+  for (int64_t begin = 0; begin < width; begin += most) {
+    const int channels = int(width - begin < most ? width - begin : most);
+    const int codes_at = scale_room(channels);
+    if (begin > 0) load(begin);
+    barrier_wait(barrier, parity);
+    parity ^= 1;
+    if (a.row_type == 0) {
+      quantize_in_place<Float32>(buffer, channels, codes_at, lane);
+    } else if (a.row_type == 1) {
+      quantize_in_place<Float16>(buffer, channels, codes_at, lane);
+    } else {
+      quantize_in_place<Bfloat16>(buffer, channels, codes_at, lane);
+    }
+    store_codes_of(a, link, &first, token, begin, begin + channels,
+                   reinterpret_cast<const uint8_t*>(buffer) + codes_at,
+                   reinterpret_cast<const float*>(buffer), lane);
+  }
+}
+#endif
 
 }  // namespace epcomm::device
 
@@ -524,10 +581,27 @@ __device__ inline void send(const Wire::Ctx& ctx, const SendArgs& a, const Colle
     return;
   }
   if constexpr (kQuantize) {
-    for (int64_t token = first; token < a.num_tokens; token += stride) {
-      send_codes(a, link, token, a.x.data + token * a.x.row_stride, buffer, lane);
-      if (!a.cached) send_beside_codes(a, link, token, lane);
+    if (a.path != kSendBulk) {
+      for (int64_t token = first; token < a.num_tokens; token += stride) {
+        send_codes(a, link, token, a.x.data + token * a.x.row_stride, buffer, lane);
+        if (!a.cached) send_beside_codes(a, link, token, lane);
+      }
     }
+#ifdef EPCOMM_BULK
+    if (a.path == kSendBulk) {
+      uint32_t parity = 0;
+      if (lane == 0) {
+        barrier_init(barrier, 1);
+        barrier_fence();
+      }
+      __syncwarp();
+      for (int64_t token = first; token < a.num_tokens; token += stride) {
+        const char* source = a.x.data + token * a.x.row_stride;
+        send_codes_bulk(a, link, token, source, buffer, barrier, parity, lane);
+        if (!a.cached) send_beside_codes(a, link, token, lane);
+      }
+    }
+#endif
   } else {
 #ifdef EPCOMM_BULK
     if (whole) {

@@ -142,9 +142,9 @@ constexpr int kCuPointerDeviceOrdinal = 9;
   X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CuDevice device))                  \
   X(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CuContext context))                                  \
   X(cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CuContext * context))                                  \
-  X(cuMemGetInfo, "cuMemGetInfo_v2", (size_t * free, size_t * total))                              \
+  X(cuMemGetInfo, "cuMemGetInfo_v2", (size_t* free, size_t* total))                                \
   X(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity",                                \
-    (size_t * bytes, const CuAllocation* allocation, int option))                                  \
+    (size_t* bytes, const CuAllocation* allocation, int option))                                   \
   X(cuMemCreate, "cuMemCreate",                                                                    \
     (CuMemory * memory, size_t bytes, const CuAllocation* allocation, unsigned long long flags))   \
   X(cuMemRelease, "cuMemRelease", (CuMemory memory))                                               \

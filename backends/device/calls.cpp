@@ -237,12 +237,21 @@ Status Engine::send(DispatchCall* dispatch, const DispatchArgs& args, uint64_t n
     send_args.row_type = args.row_type;
     send_args.vector = aligned16(args.x);
     send_args.bulk = send_buffer_max_ > 0;
-    // Codes of whole steps of four groups, so that a piece's scales begin at 16 bytes too.
-    const int64_t step = 4 * kScaleGroup, step_bytes = step + 4 * 4;
     const int64_t room = (send_buffer_max_ > 0 ? send_buffer_max_ : kSendBytesPlain) / kSendWarps;
-    const int64_t steps = std::min(room / step_bytes, ceil_div(args.x.num_cols, step));
-    send_args.piece_channels = int32_t(steps * step);
-    send_args.buffer_bytes = int32_t(steps * step_bytes);
+    if (send_args.bulk && send_args.vector) {
+      const InPlace plan =
+          quantize_in_place_plan(args.x.num_cols, send_args.x.itemsize, int32_t(room / 16 * 16));
+      send_args.path = kSendBulk;
+      send_args.piece_channels = plan.piece_channels;
+      send_args.buffer_bytes = plan.buffer_bytes;
+    } else {
+      // Codes of whole steps of four groups, so that a piece's scales begin at 16 bytes too.
+      const int64_t step = 4 * kScaleGroup, step_bytes = step + 4 * 4;
+      const int64_t steps = std::min(room / step_bytes, ceil_div(args.x.num_cols, step));
+      send_args.path = kSendElements;
+      send_args.piece_channels = int32_t(steps * step);
+      send_args.buffer_bytes = int32_t(steps * step_bytes);
+    }
     shared = send_args.buffer_bytes * kSendWarps;
   } else if (!aligned16(args.x)) {
     send_args.path = kSendElements;

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "check.hpp"
+#include "epcomm/device/engine.h"
 
 namespace epcomm::testing {
 namespace {
@@ -131,6 +132,30 @@ void check_scale(float amax) {
          double(rounded), double(want));
 }
 
+// Rows that are quantised where they lie: everything has room, and no scale or code comes upon
+// floats that are still to be read.
+void check_in_place(int32_t room) {
+  using device::scale_room;
+  for (int64_t width = 4; width < 60000; width += 4) {
+    for (const int32_t itemsize : {2, 4}) {
+      if (width * itemsize % 16) continue;
+      const device::InPlace plan = device::quantize_in_place_plan(width, itemsize, room);
+      const int32_t most = plan.piece_channels;
+      EXPECT(plan.buffer_bytes <= room && plan.buffer_bytes % 16 == 0, "%d bytes for %lld of %d",
+             plan.buffer_bytes, (long long)width, itemsize);
+      EXPECT(most > 0 && (most >= width || most % (4 * kScaleGroup) == 0), "%d of %lld", most,
+             (long long)width);
+      const int32_t codes = scale_room(most);
+      EXPECT(codes % 16 == 0 && codes * kScaleGroup >= most * 4, "codes at %d of %d", codes, most);
+      EXPECT(most * itemsize <= plan.buffer_bytes && codes + most <= plan.buffer_bytes,
+             "%d channels of %d in %d bytes", most, itemsize, plan.buffer_bytes);
+      // The least that a warp has read when it writes: eight groups at a time.
+      for (int32_t read = 8 * kScaleGroup; read < most; read += 8 * kScaleGroup)
+        EXPECT(codes + read <= read * itemsize, "%d channels of %d, %d read", most, itemsize, read);
+    }
+  }
+}
+
 int main(int argc, char** argv) {
   Options options(argc, argv);
   Random random(uint64_t(options.number("seed", 1)));
@@ -138,6 +163,8 @@ int main(int argc, char** argv) {
   options.finish();
   set_deadline(120);
   check_codes();
+  check_in_place(device::kSendBytesMax / device::kSendWarps);
+  check_in_place(98 * 1024 / device::kSendWarps);
   for (const Format& format : {kBf16, kF16, kE4m3}) check_format(format);
   for (int64_t i = 0; i < values; ++i) {
     const uint32_t bits = uint32_t(random.next());

@@ -8,6 +8,7 @@
 
 #include "epcomm/device/wait.h"
 #include "epcomm/entry.h"
+#include "epcomm/formats.h"
 
 namespace epcomm::device {
 
@@ -156,10 +157,34 @@ struct SendArgs {
   int32_t row_type;        // of x: 0 float32, 1 float16, 2 bfloat16
   int32_t vector;          // x can be read in 16-byte pieces
   int32_t bulk;            // the copy engine may be used
-  int32_t piece_channels;  // a warp's buffer holds their codes, and their scales behind them
+  int32_t piece_channels;  // what a warp's buffer holds: floats, or codes and scales behind them
   int32_t collects;        // cached: the receiver's small arrays too
 };
 enum SendPath : int32_t { kSendBulk = 0, kSendVector = 1, kSendElements = 2 };
+
+// Rows that the copy engine loads are quantised where they lie: in the end a buffer has the scales
+// of a piece's channels, then its codes from a multiple of 16 bytes on.
+EPCOMM_HD int32_t scale_room(int32_t channels) {
+  return ((channels + kScaleGroup - 1) / kScaleGroup * 4 + 15) / 16 * 16;
+}
+
+struct InPlace {
+  int32_t piece_channels, buffer_bytes;
+};
+// The whole row if it fits into `room` bytes, else pieces that are about equal, of whole steps of
+// four groups, so that the scales of each begin at 16 bytes at the receiver too.
+EPCOMM_HD InPlace quantize_in_place_plan(int64_t width, int32_t itemsize, int32_t room) {
+  const int64_t step = 4 * kScaleGroup;
+  int64_t channels = width;
+  if (width * itemsize > room || scale_room(int32_t(width)) + width > room) {
+    const int64_t most = room / (step * itemsize) * step;
+    const int64_t pieces = (width + most - 1) / most;
+    channels = ((width + pieces - 1) / pieces + step - 1) / step * step;
+  }
+  const int64_t floats = channels * itemsize, codes = scale_room(int32_t(channels)) + channels;
+  const int64_t bytes = floats > codes ? floats : codes;
+  return {int32_t(channels), int32_t((bytes + 15) / 16 * 16)};
+}
 
 struct CollectArgs {
   Setup setup;
