@@ -176,13 +176,91 @@ __device__ inline void sum_two(const ReduceArgs& a, int64_t token, const char* f
   }
 }
 
-// One warp, any number of rows, two of them on their way together. `mine` is lane's row if there
+// As load_once(), so many bytes further: a pointer of its own for each piece would take registers.
+template <int kOffset>
+__device__ inline uint4 load_once_at(const char* at) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4+%5];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at), "n"(kOffset));
+  return v;
+}
+
+template <int kPieces, int kAt = 0>
+__device__ __forceinline__ void load_pieces(uint4* x, const char* row, uint32_t left) {
+  // Written on either way: what is not would have to live on from token to token.
+  x[kAt] = make_uint4(0, 0, 0, 0);
+  if (uint32_t(kAt) * 512 < left) x[kAt] = load_once_at<kAt * 512>(row);
+  if constexpr (kAt + 1 < kPieces) load_pieces<kPieces, kAt + 1>(x, row, left);
+}
+
+// One warp, a token with exactly so many rows, those of the lanes in `goes`. All of them are on
+// their way together, and nothing is kept from piece to piece.
+template <int kType, int kRows, int kPieces>
+__device__ inline void sum_rows(const ReduceArgs& a, int64_t token, const char* mine, unsigned goes,
+                                int lane) {
+  using R = Row<kType>;
+  const uint32_t row_bytes = uint32_t(a.row_bytes);
+  const char* row[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    row[r] = from_lane(mine, __ffs(int(goes)) - 1);
+    goes &= goes - 1;
+  }
+  for (uint32_t at = uint32_t(lane) * 16; at < row_bytes; at += 512 * kPieces) {
+    uint4 x[kRows][kPieces];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) load_pieces<kPieces>(x[r], row[r] + at, row_bytes - at);
+#pragma unroll
+    for (int u = 0; u < kPieces; ++u) {
+      if (at + u * 512 >= row_bytes) break;
+      float sum[R::kPer16];
+#pragma unroll
+      for (int i = 0; i < R::kPer16; ++i) sum[i] = 0.0f;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) R::add(sum, x[r][u]);
+      put_sum<kType>(a, token, at + u * 512, sum);
+    }
+  }
+}
+
+// One warp, a token that goes nowhere.
+template <int kType>
+__device__ inline void sum_none(const ReduceArgs& a, int64_t token, int lane) {
+  using R = Row<kType>;
+  for (uint32_t at = uint32_t(lane) * 16; at < uint32_t(a.row_bytes); at += 512) {
+    float sum[R::kPer16];
+#pragma unroll
+    for (int i = 0; i < R::kPer16; ++i) sum[i] = 0.0f;
+    put_sum<kType>(a, token, at, sum);
+  }
+}
+
+// One warp, at most four rows, each as far ahead as registers go.
+template <int kType>
+__device__ inline void sum_few(const ReduceArgs& a, int64_t token, const char* mine, int lane) {
+  const unsigned goes = __ballot_sync(kFullWarp, mine != nullptr);
+  switch (__popc(goes)) {
+    case 0:
+      return sum_none<kType>(a, token, lane);
+    case 1:
+      return sum_rows<kType, 1, 14>(a, token, mine, goes, lane);
+    case 2:
+      return sum_rows<kType, 2, 7>(a, token, mine, goes, lane);
+    case 3:
+      return sum_rows<kType, 3, 5>(a, token, mine, goes, lane);
+    default:
+      return sum_rows<kType, 4, 4>(a, token, mine, goes, lane);
+  }
+}
+
+// One warp, any number of rows, three of them on their way together. `mine` is lane's row if there
 // are at most 32 ranks.
 template <int kType>
 __device__ inline void sum_many(const ReduceArgs& a, const Link& link, int64_t token,
                                 const char* mine, int lane) {
   using R = Row<kType>;
-  constexpr int kPieces = 4;
+  constexpr int kRows = 3, kPieces = 4;
   const int num_ranks = a.setup.num_ranks;
   const uint32_t row_bytes = uint32_t(a.row_bytes);
   for (uint32_t begin = 0; begin < row_bytes; begin += 512 * kPieces) {
@@ -197,27 +275,23 @@ __device__ inline void sum_many(const ReduceArgs& a, const Link& link, int64_t t
       if (num_ranks > 32) mine = row_of(a, link, token, rank0 + lane);
       unsigned left = __ballot_sync(kFullWarp, mine != nullptr);
       while (left) {
-        const char* first = from_lane(mine, __ffs(int(left)) - 1);
-        left &= left - 1;
-        const bool two = left != 0;
-        const char* second = two ? from_lane(mine, __ffs(int(left)) - 1) : first;
-        left &= left - 1;
-        uint4 x[kPieces], y[kPieces];
+        const int rows = __popc(left);
+        uint4 x[kRows][kPieces];
 #pragma unroll
-        for (int u = 0; u < kPieces; ++u) {
-          if (at + u * 512 < row_bytes) x[u] = load_once(first + at + u * 512);
-        }
-        if (two) {
+        for (int r = 0; r < kRows; ++r) {
+          if (r >= rows) break;
+          const char* row = from_lane(mine, __ffs(int(left)) - 1) + at;
+          left &= left - 1;
 #pragma unroll
           for (int u = 0; u < kPieces; ++u) {
-            if (at + u * 512 < row_bytes) y[u] = load_once(second + at + u * 512);
+            if (at + u * 512 < row_bytes) x[r][u] = load_once(row + u * 512);
           }
         }
 #pragma unroll
-        for (int u = 0; u < kPieces; ++u) R::add(sum[u], x[u]);
-        if (two) {
+        for (int r = 0; r < kRows; ++r) {
+          if (r >= rows) break;
 #pragma unroll
-          for (int u = 0; u < kPieces; ++u) R::add(sum[u], y[u]);
+          for (int u = 0; u < kPieces; ++u) R::add(sum[u], x[r][u]);
         }
       }
     }
@@ -271,7 +345,10 @@ __device__ inline void take_carried(const ReduceArgs& a, const Link& link, int64
   }
 }
 
-template <int kType, bool kMany>
+// kMost: of how many ranks a token may have rows, 2, 4 or kAny.
+constexpr int kAny = 0;
+
+template <int kType, int kMost>
 __device__ inline void reduce_tokens(const ReduceArgs& a, const Link& link) {
   const Setup& s = a.setup;
   const int lane = int(threadIdx.x & 31), warp = int(threadIdx.x >> 5);
@@ -288,8 +365,10 @@ __device__ inline void reduce_tokens(const ReduceArgs& a, const Link& link) {
     found = source.look_up(a, token + warps);  // here by the time it is wanted
     if (!vectors) {
       sum_elements<kType>(a, link, token, mine, lane);
-    } else if constexpr (kMany) {
+    } else if constexpr (kMost == kAny) {
       sum_many<kType>(a, link, token, mine, lane);
+    } else if constexpr (kMost == 4) {
+      sum_few<kType>(a, token, mine, lane);
     } else {
       const unsigned goes = __ballot_sync(kFullWarp, mine != nullptr);
       const unsigned rest = goes & (goes - 1);
@@ -324,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // num_sms blocks of kReduceWarps warps, one warp per token.
 namespace {
 
-template <bool kMany>
+template <int kMost>
 __device__ void reduce(const Wire::Ctx& ctx, const ReduceArgs& a) {
   const Setup& s = a.setup;
   const Link link{ctx, a.setup.rank};
@@ -333,11 +412,11 @@ __device__ void reduce(const Wire::Ctx& ctx, const ReduceArgs& a) {
     return;
   }
   if (a.row_type == 0) {
-    reduce_tokens<0, kMany>(a, link);
+    reduce_tokens<0, kMost>(a, link);
   } else if (a.row_type == 1) {
-    reduce_tokens<1, kMany>(a, link);
+    reduce_tokens<1, kMost>(a, link);
   } else {
-    reduce_tokens<2, kMany>(a, link);
+    reduce_tokens<2, kMost>(a, link);
   }
   // Rows may be written again when every reader is done.
   if (!last_block(&s.state->reduce_ticket)) return;
@@ -351,11 +430,17 @@ __device__ void reduce(const Wire::Ctx& ctx, const ReduceArgs& a) {
 // At most two ranks, so at most two rows of a token.
 extern "C" __global__ void __launch_bounds__(kReduceWarps * 32, 1)
     epcomm_reduce_two(const __grid_constant__ Wire::Ctx ctx, const __grid_constant__ ReduceArgs a) {
-  reduce<false>(ctx, a);
+  reduce<2>(ctx, a);
+}
+
+extern "C" __global__ void __launch_bounds__(kReduceWarps * 32, 1)
+    epcomm_reduce_four(const __grid_constant__ Wire::Ctx ctx,
+                       const __grid_constant__ ReduceArgs a) {
+  reduce<4>(ctx, a);
 }
 
 extern "C" __global__ void __launch_bounds__(kReduceWarps * 32, 1)
     epcomm_reduce_many(const __grid_constant__ Wire::Ctx ctx,
                        const __grid_constant__ ReduceArgs a) {
-  reduce<true>(ctx, a);
+  reduce<kAny>(ctx, a);
 }

@@ -130,7 +130,8 @@ cdef extern from * nogil:
     static inline void epcomm_kernel(epcomm::device::EngineOptions* options, int which, uintptr_t function) {
       epcomm::device::Kernels& k = options->kernels;
       epcomm::common::CuFunction* const all[] = {&k.enter, &k.send,  &k.send_quantized, &k.collect,
-                                                   &k.copy,  &k.carry, &k.reduce_two,     &k.reduce_many};
+                                                   &k.copy,  &k.carry, &k.reduce_two,     &k.reduce_four,
+                                                   &k.reduce_many};
       *all[which] = reinterpret_cast<epcomm::common::CuFunction>(function);
     }
     static inline int epcomm_lease_slot(epcomm::device::Engine* engine, uintptr_t stream) {
@@ -161,7 +162,7 @@ cdef extern from * nogil:
 # Number of epcomm::Op.
 OPS = {"dispatch": 1, "combine": 2, "barrier": 3}
 KERNELS = ("epcomm_enter", "epcomm_send", "epcomm_send_quantized", "epcomm_collect", "epcomm_copy", "epcomm_carry",
-           "epcomm_reduce_two", "epcomm_reduce_many")
+           "epcomm_reduce_two", "epcomm_reduce_four", "epcomm_reduce_many")
 DEFAULT_SMS = 24
 
 

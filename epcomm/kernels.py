@@ -93,8 +93,8 @@ DISPATCH = Unit(
     may_use_stack=("epcomm_enter", "epcomm_send", "epcomm_send_quantized"),
     **_NVLINK,
 )
-COMBINE = Unit("combine.cu", ("epcomm_carry", "epcomm_reduce_two", "epcomm_reduce_many"),
-    may_use_stack=("epcomm_reduce_two", "epcomm_reduce_many"), **_NVLINK)
+_REDUCE = ("epcomm_reduce_two", "epcomm_reduce_four", "epcomm_reduce_many")
+COMBINE = Unit("combine.cu", ("epcomm_carry", *_REDUCE), may_use_stack=_REDUCE, **_NVLINK)
 # Not the engine's: what `python -m epcomm bench` measures it against.
 FLOOR = Unit("floor.cu", ("epcomm_floor_push", "epcomm_floor_pull", "epcomm_floor_delay"))
 UNITS = (LAYOUT, PERMUTE, UNPERMUTE, CAST, DISPATCH, COMBINE, FLOOR)

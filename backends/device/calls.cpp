@@ -416,9 +416,11 @@ Status Engine::combine(const CombineArgs& args, const CallContext& context) noex
     reduce.aligned = aligned16(args.x) && ((args.out | uint64_t(args.out_stride)) & 15) == 0;
     void* arguments[] = {options_.ctx.data(), &reduce};
     const Kernels& kernels = options_.kernels;
+    const common::CuFunction function = shape.num_ranks <= 2   ? kernels.reduce_two
+                                        : shape.num_ranks <= 4 ? kernels.reduce_four
+                                                               : kernels.reduce_many;
     EPCOMM_RETURN_IF_ERROR(
-        launch_behind(shape.num_ranks > 2 ? kernels.reduce_many : kernels.reduce_two, sms(context),
-                      kReduceWarps * 32, 0, arguments, "launch of reduce"));
+        launch_behind(function, sms(context), kReduceWarps * 32, 0, arguments, "launch of reduce"));
     if (context.join) EPCOMM_RETURN_IF_ERROR(core_->before(context.stream));
     // All ranks raise the same error in this call; the rows are on their way meanwhile.
     Status agreed = await_report("combine", context);

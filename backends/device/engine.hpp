@@ -20,7 +20,8 @@ namespace epcomm::device {
 
 struct Kernels {
   common::CuFunction enter = nullptr, send = nullptr, send_quantized = nullptr, collect = nullptr;
-  common::CuFunction copy = nullptr, carry = nullptr, reduce_two = nullptr, reduce_many = nullptr;
+  common::CuFunction copy = nullptr, carry = nullptr;
+  common::CuFunction reduce_two = nullptr, reduce_four = nullptr, reduce_many = nullptr;
 };
 
 struct EngineOptions {
