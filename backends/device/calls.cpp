@@ -170,7 +170,7 @@ Status Engine::dispatch_begin(DispatchArgs args, DispatchCall* call,
 
 Status Engine::dispatch_finish(DispatchCall* call, const DispatchOutputs& out,
                                const CallContext& context) noexcept {
-  if (!broken_.ok()) return broken_;
+  if (is_broken()) return broken_;
   ContextScope scope(core_->driver(), core_->context());
   EPCOMM_RETURN_IF_ERROR(scope.status());
   const Routing& routing = *call->routing;

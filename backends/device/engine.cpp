@@ -174,8 +174,7 @@ Status Engine::drain(double timeout_s) noexcept {
 }
 
 void Engine::leave(PeerState state) noexcept {
-  if (left_ || !core_ || core_->inherited()) return;
-  left_ = true;
+  if (!core_ || core_->inherited() || left_.exchange(true)) return;
   if (state == PeerState::kLeft && !drain(options_.timeout_s).ok()) {
     abort(error(Code::kPeerLost, options_.rank, "the communicator was closed"));
     (void)drain(5.0);
@@ -252,29 +251,36 @@ Status Engine::break_if_lost(Status status) noexcept {
     default:
       break;
   }
-  if (broken_.ok()) {
-    broken_ = status;
-    if (status.code == Code::kInterrupted) {
-      broken_ =
-          error(Code::kPeerLost, options_.rank, "the communicator was interrupted inside a call");
-    }
-    // What still runs or is queued must not wait for a call that nobody follows up.
-    abort(broken_);
-    leave(PeerState::kBroken);
-  }
+  break_for_good(status);
   return status;
 }
 
-Status Engine::broken() noexcept {
-  if (!broken_.ok() || !core_) return broken_;
-  if (load_acquire(&errors_->set) != 0) {
-    const FaultWord fault = errors_->first;
-    (void)break_if_lost(fault_status(op_name(fault.op), fault));
-    return broken_;
+// By a call, or by a thread that only looks: the first one's reason stays.
+void Engine::break_for_good(const Status& why) noexcept {
+  std::lock_guard<std::mutex> lock(break_mutex_);
+  if (is_broken()) return;
+  broken_ = why;
+  if (why.code == Code::kInterrupted) {
+    broken_ =
+        error(Code::kPeerLost, options_.rank, "the communicator was interrupted inside a call");
   }
-  Status seen = backend_->async_error();
-  if (!seen.ok()) (void)break_if_lost(std::move(seen));
-  return broken_;
+  // What still runs or is queued must not wait for a call that nobody follows up.
+  abort(broken_);
+  leave(PeerState::kBroken);
+  is_broken_.store(true, std::memory_order_release);  // others may read broken_ from now on
+}
+
+Status Engine::broken() noexcept {
+  if (!is_broken() && core_) {
+    if (load_acquire(&errors_->set) != 0) {
+      const FaultWord fault = errors_->first;
+      break_for_good(fault_status(op_name(fault.op), fault));
+    } else {
+      const Status seen = backend_->async_error();
+      if (!seen.ok()) break_for_good(seen);
+    }
+  }
+  return is_broken() ? broken_ : Status{};
 }
 
 Status Engine::look_at_peers() noexcept {
@@ -292,8 +298,7 @@ Status Engine::look_at_peers() noexcept {
 }
 
 Status Engine::prepare(const CallContext& context, bool ordered) noexcept {
-  if (!broken_.ok()) return broken_;
-  if (load_acquire(&errors_->set) != 0) return broken();
+  if (is_broken() || load_acquire(&errors_->set) != 0) return broken();
   ++stats_.calls;
   collect_released();
   return ordered ? core_->after(context.stream) : Status{};

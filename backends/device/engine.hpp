@@ -1,11 +1,13 @@
 // Dispatch and combine for GPU memory: what the kernels of cuda/ need around them. The same calls,
 // protocol and bits as the host engine (backends/host/engine.hpp).
 //
-// One Engine per communicator. Its owner serialises calls; release_slot() and abort() come from any
-// thread. Epochs, phases, slot epochs and credits are counted by the kernels (DeviceState); this
-// side knows which slots leases hold, launches, and reads what the kernels report.
+// One Engine per communicator. Its owner serialises calls; release_slot(), abort() and broken()
+// come from any thread. Epochs, phases, slot epochs and credits are counted by the kernels
+// (DeviceState); this side knows which slots leases hold, launches, and reads what the kernels
+// report.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -207,6 +209,8 @@ class Engine {
   Status disagreement(const char* operation, uint64_t epoch) noexcept;
   Status drain(double timeout_s) noexcept;
   Status break_if_lost(Status status) noexcept;
+  void break_for_good(const Status& why) noexcept;
+  bool is_broken() const noexcept { return is_broken_.load(std::memory_order_acquire); }
   Status refused(Status status) noexcept;
   int sms(const CallContext& context) const noexcept;
   int take_free_slot() noexcept;
@@ -247,9 +251,11 @@ class Engine {
   };
   std::mutex release_mutex_;  // guards released_ only
   std::vector<Released> released_;
-  Status broken_;
+  std::mutex break_mutex_;  // one thread breaks it
+  Status broken_;           // once written, if is_broken_
+  std::atomic<bool> is_broken_{false};
   bool refusal_ = false;  // what the call returns is what all ranks agreed to raise
-  bool left_ = false;
+  std::atomic<bool> left_{false};
   EngineStats stats_;
 };
 
