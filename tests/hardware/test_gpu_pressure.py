@@ -38,7 +38,7 @@ def _gpu(need):
 
 
 def unless_apart(num_ranks):
-    """Skip where ranks that share a GPU run at the same time, so that one's held multiprocessors are the other's too."""
+    """Skip where ranks that share a GPU run side by side: what one holds of it is held from the other too."""
     from epcomm import _gpu
 
     if num_ranks > 1 and _gpu.under_mps(0):
