@@ -1,4 +1,5 @@
-// The hardware's casts between float and the 16-bit row types, and to fp8 codes.
+// The hardware's casts between float and the 16-bit row types, and to fp8 codes; maxima of the
+// former.
 #pragma once
 
 #include "epcomm/formats.h"
@@ -21,6 +22,26 @@ __device__ inline uint16_t float_to_bfloat(float value) {
   uint16_t code;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(code) : "f"(value));
   return code;
+}
+
+// Two codes, the first one in the low half.
+__device__ inline uint32_t two_bfloats(float first, float second) {
+  uint32_t codes;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(second), "f"(first));
+  return codes;
+}
+
+// The larger magnitudes of two words of two codes, with any sign. NaN is passed over; of two the
+// result is one.
+__device__ inline uint32_t larger_halves(uint32_t a, uint32_t b) {
+  uint32_t most;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+}
+__device__ inline uint32_t larger_bfloats(uint32_t a, uint32_t b) {
+  uint32_t most;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
 }
 
 #if __CUDA_ARCH__ >= 890

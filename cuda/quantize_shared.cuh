@@ -20,19 +20,11 @@ struct Magnitudes<Float32> {
 };
 template <>
 struct Magnitudes<Float16> {
-  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
-    uint32_t most;
-    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-    return most;
-  }
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return larger_halves(a, b); }
 };
 template <>
 struct Magnitudes<Bfloat16> {
-  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
-    uint32_t most;
-    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-    return most;
-  }
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return larger_bfloats(a, b); }
 };
 
 // A round of a warp: eight groups, of which lane / kLanes is one.
