@@ -29,12 +29,16 @@ RDMA = ["backends/common/rdma/*.cpp", "backends/common/*.cpp"]
 SOFT = ["backends/softhca/*.cpp", "backends/common/rdma/*.cpp", "backends/common/*.cpp"]
 IBRC = ["backends/ibrc/*.cpp", *SOFT]
 RANKS = ["tests/native/fabric.cpp", "tests/native/scenario.cpp", "tests/native/rank_runner.cpp"]
+# Programs that run text of cuda/ (`warp.hpp`).
+WARPS = {"quantize_test", "sums_test"}
 # Programs that need more than this machine: `tests/rxe` runs them.
 ELSEWHERE = {"rdma_link", "put_stress"}
 # Program: what it is linked from beside its own source.
 PROGRAMS = {
     "heap_test": [],
     "formats_test": [],
+    "quantize_test": [],
+    "sums_test": [],
     "engine_test": HOST + SHM + RANKS,
     "faults_test": HOST + RANKS,
     "shm_test": SHM,
@@ -66,6 +70,26 @@ def _headers_digest():
     return digest.digest()
 
 
+def _lay_out_cuda():
+    """Folder with the headers of cuda/, those of tests/native/warp instead of their namesakes.
+
+    A quoted name is looked for beside the file that has it before any option counts, so they must lie together.
+    """
+    texts = {}
+    for folder in ("cuda", "tests/native/warp"):
+        for path in sorted((ROOT / folder).glob("*.cuh")):
+            texts[path.name] = f'#line 1 "{folder}/{path.name}"\n{path.read_text(encoding="utf-8")}'
+    digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:24]
+    target = ROOT / "build" / "native" / f"cuda-{digest}"
+    target.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        if not (target / name).exists():
+            with tempfile.TemporaryDirectory(dir=target) as made:
+                (Path(made) / name).write_text(text, encoding="utf-8")
+                os.replace(Path(made) / name, target / name)
+    return target.relative_to(ROOT)
+
+
 def _sources(program):
     found = [f"tests/native/{program}.cpp"]
     for pattern in PROGRAMS[program]:
@@ -87,6 +111,8 @@ def _make(target, command):
 def build(program, sanitize=""):
     """Path of the program, built if anything changed."""
     options = flags(sanitize)
+    if program in WARPS:
+        options = [*options, f"-I{_lay_out_cuda()}", "-Wno-unknown-pragmas"]  # unroll
     version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout
     base = hashlib.sha256(_headers_digest() + repr((compiler(), version, options)).encode())
     folder = ROOT / "build" / "native"

@@ -1,5 +1,6 @@
 """Builds and runs the native programs, plain and under each sanitizer that this machine has."""
 
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -36,6 +37,34 @@ def test_heap(sanitize):
 
 def test_formats(sanitize):
     check("formats_test", sanitize)
+
+
+def test_quantized_rows_of_kernels(sanitize):
+    """The kernels' own text as warps of a host."""
+    check("quantize_test", sanitize)
+
+
+def test_sums_of_kernels(sanitize):
+    """The kernels' own text as warps of a host."""
+    check("sums_test", sanitize, "--one-in", "4" if sanitize else "1")
+
+
+@pytest.mark.parametrize(("program", "file", "right", "wrong"), [
+    ("quantize_test", "quantize_shared.cuh", "inverse, r, 2)", "inverse, 0, 2)"),
+    ("quantize_test", "quantize_shared.cuh", "__any_sync(~0u, amax >= 0x7f800000u)", "amax >= 0x7f800000u"),
+    ("sums_test", "sums.cuh", "R::add(sum, x[r][u])", "R::add(sum, x[kRows - 1 - r][u])"),
+    ("sums_test", "sums.cuh", "* 512 < left", "* 512 <= left"),
+])  # fmt: skip
+def test_a_planted_mistake_of_a_kernel_is_found(tmp_path, monkeypatch, program, file, right, wrong):
+    """Another round's scale, lanes that part, ranks in another order, a load behind the row's end."""
+    for folder in ("cuda", "include", "backends", "tests/native"):
+        shutil.copytree(build.ROOT / folder, tmp_path / folder)
+    text = (tmp_path / "cuda" / file).read_text()
+    assert text.count(right) == 1
+    (tmp_path / "cuda" / file).write_text(text.replace(right, wrong))
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    status, output = run(program, "")
+    assert status == 1 and "is false" in output, output[-2000:]
 
 
 @pytest.mark.parametrize("over", ["direct", "far", "mixed", "shm"])
