@@ -354,9 +354,12 @@ void RdmaEndpoint::abort(const Status& why) noexcept {
 // ---- what whoever posts finds out
 
 void RdmaEndpoint::note_lost(int peer, const std::string& why) noexcept {
-  dropped_[size_t(peer)] = true;
-  // The queue pairs of a peer that left or gave up end with it: that is no news.
-  if (waiter_.peer_state(peer) != PeerState::kAlive) return;
+  // The queue pairs of a peer that left or gave up end with it: that is no news. Of another one it
+  // will be known that it is dead.
+  if (waiter_.peer_state(peer) != PeerState::kAlive) {
+    dropped_[size_t(peer)] = true;
+    return;
+  }
   guarded([&] {
     // An answer that does not come may be this end's fault.
     const std::string own = rdma_.ports_down();
