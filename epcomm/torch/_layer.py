@@ -33,9 +33,8 @@ def _run(comm: Any, part: str, call: str, function: Callable[..., Any], *args: A
     try:
         return function(*args)
     except Exception as error:
-        if not isinstance(error, EpcommError):
-            with contextlib.suppress(EpcommError):
-                _ops.refuse(comm, call, f"{part} raised {type(error).__name__}: {error}")
+        with contextlib.suppress(EpcommError):
+            _ops.refuse(comm, call, f"{part} raised {type(error).__name__}: {error}")
         raise
 
 

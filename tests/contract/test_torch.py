@@ -320,11 +320,11 @@ def layers_that_fail_on_one(context):
     import epcomm.torch
 
     class Failing(torch.nn.Module):
-        fails = False
+        raises = None
 
         def forward(self, out):
-            if self.fails:
-                raise KeyError("no such thing")
+            if self.raises is not None:
+                raise self.raises("no such thing")
             return out.x
 
     texts = []
@@ -333,13 +333,14 @@ def layers_that_fail_on_one(context):
         layer = epcomm.torch.ExpertParallel(comm, HIDDEN, experts=failing)
         x, _, _ = inputs_of(context.rank, (6, 6, 6))
         culprit = context.rank == 1
-        for bad in (x[:, 1:], x[0, 0], x.tolist(), x.double(), None):
-            failing.fails = culprit and bad is None
+        for bad in (x[:, 1:], x[0, 0], x.tolist(), x.double(), KeyError, epcomm.UnsupportedError):
+            in_expert = isinstance(bad, type)
+            failing.raises = bad if culprit and in_expert else None
             try:
-                layer(bad if culprit and bad is not None else x)
+                layer(x if in_expert or not culprit else bad)
             except (epcomm.EpcommError, RuntimeError, KeyError) as error:
                 texts.append((type(error).__name__, str(error)))
-            failing.fails = False
+            failing.raises = None
             layer(x).sum().backward()
         for arguments in ({"hidden": 0}, {"hidden": 2.5}, {"hidden": 4, "inner": 0}, {"hidden": 4}, {"comm": None}):
             with pytest.raises(epcomm.InvalidArgumentError, match=f"{list(arguments)[-1]}|inner"):
@@ -350,10 +351,11 @@ def layers_that_fail_on_one(context):
 def test_a_layer_that_fails_on_one_rank_is_told_to_all(three):
     first, second, third = three.run(layers_that_fail_on_one)
     assert third == first
-    assert [kind for kind, _ in first] == ["InvalidArgumentError"] * 5, first
+    assert [kind for kind, _ in first] == ["InvalidArgumentError"] * 6, first
     assert second[:3] == first[:3]
-    assert [kind for kind, _ in second[3:]] == ["RuntimeError", "KeyError"], second
-    words = ("shape", "shape", "list", "the gate raised RuntimeError", "an expert raised KeyError")
+    assert [kind for kind, _ in second[3:]] == ["RuntimeError", "KeyError", "UnsupportedError"], second
+    words = ("shape", "shape", "list", "the gate raised RuntimeError", "an expert raised KeyError",
+             "an expert raised UnsupportedError")
     for (_, text), word in zip(first, words, strict=True):
         assert "rank 1" in text and word in text, text
 
