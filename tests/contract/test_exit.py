@@ -51,11 +51,15 @@ def test_b24_a_daemon_thread_in_a_call_does_not_abort_the_exit(host_backend, cal
     script = f"""
 import threading
 comm = create()
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)  # the end takes so long that the thread's wait looks for signals meanwhile
 if rank == 0:
     threading.Thread(target=lambda: {call}, daemon=True).start()
     time.sleep(0.3)
+    late = Late()
 else:
-    time.sleep(1)
+    time.sleep(1.5)
 """
     ended = scripts.run(host_backend, 2, script)
     assert [one.code for one in ended] == [0, 0], ended

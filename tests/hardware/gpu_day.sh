@@ -86,6 +86,10 @@ step_bench() {
 
 step_mps() {
   need nvidia-cuda-mps-control
+  if [[ $mps == failed ]]; then
+    echo "no folder for the daemon's sockets"
+    return 1
+  fi
   if [[ $mps != ours ]]; then skip "CUDA_MPS_PIPE_DIRECTORY is set already"; fi
   nvidia-cuda-mps-control -d || return
   "$python" -m epcomm info 2>&1 | grep 'CUDA MPS' || true # before the build it cannot tell
@@ -98,7 +102,6 @@ begin_mps() {
   export CUDA_MPS_PIPE_DIRECTORY=$folder/pipe CUDA_MPS_LOG_DIRECTORY=$out/mps/log
   mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
   mps_pipe=$CUDA_MPS_PIPE_DIRECTORY
-  trap end_mps EXIT
 }
 
 # Ends the daemon that begin_mps made room for, if it runs.
@@ -112,7 +115,16 @@ end_mps() {
   rmdir "${mps_pipe%/*}" 2> /dev/null # if it held nothing else
   mps_pipe=""
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
-  trap - EXIT
+}
+
+step_pid="" # of the step that runs
+# However the script ends: first the step, which may use the daemon, then the daemon.
+finish() {
+  if [[ -n $step_pid ]]; then
+    kill "$step_pid" 2> /dev/null
+    wait "$step_pid"
+  fi
+  if [[ -n $mps_pipe ]]; then end_mps; fi
 }
 
 known() {
@@ -144,15 +156,21 @@ done
 if (($# > 0)); then steps=("$@"); fi
 
 failed=0
+trap finish EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
 summary=$out/summary.txt
 printf '%-16s %5s %8s  %s\n' step exit seconds verdict | tee "$summary"
 for step in "${steps[@]}"; do
   log=$out/$step.log
   begin=$SECONDS
   mps=""
-  if [[ $step == mps && -z ${CUDA_MPS_PIPE_DIRECTORY:-} ]]; then begin_mps && mps=ours; fi
-  timeout -k 20 "$limit" bash "${BASH_SOURCE[0]}" --step "$step" "$out" "$ranks" $mps > "$log" 2>&1 < /dev/null
+  if [[ $step == mps && -z ${CUDA_MPS_PIPE_DIRECTORY:-} ]]; then if begin_mps; then mps=ours; else mps=failed; fi; fi
+  timeout -k 20 "$limit" bash "${BASH_SOURCE[0]}" --step "$step" "$out" "$ranks" $mps > "$log" 2>&1 < /dev/null &
+  step_pid=$!
+  wait "$step_pid"
   code=$?
+  step_pid=""
   case $code in
     0) verdict=ok ;;
     77) verdict="skipped: $(sed -n 's/^skipped: //p' "$log" | tail -n 1)" ;;

@@ -489,15 +489,15 @@ void stopped_thread([[maybe_unused]] bool abort) {
     }
     const auto began = Clock::now();
     const Status posted = ranks[0].signal(1, 0, kWords + kSignalStride, 1);
-    EXPECT(!abort || seconds_since(began) < 20, "abort() ended it after %.1f s",
-           seconds_since(began));
+    const double took = seconds_since(began);
+    EXPECT(!abort || took < 20, "abort() ended it after %.1f s", took);
     if (abort) aborts.join();
     const Status done = ranks[0].quiet(1, 0, spec(5));
     if (abort) {
       // In the middle the other holds up this one, which waits until abort().
       EXPECT(done.code == Code::kPeerLost && done.text == "enough", "code %d: %s", int(done.code),
              done.text.c_str());
-      lost += seconds_since(began) > 0.4;
+      lost += took > 0.4;
     } else if (!posted.ok()) {  // nobody else takes completions while it does
       EXPECT(posted.code == Code::kTimeout, "code %d: %s", int(posted.code), posted.text.c_str());
     } else if (done.ok()) {
