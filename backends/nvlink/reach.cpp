@@ -7,7 +7,7 @@
 namespace epcomm::nvlink {
 namespace {
 
-constexpr int kInfoVersion = 1;
+constexpr int kInfoVersion = 2;
 constexpr char kNothing[] = "-";
 
 const char* share_name(Share share) {
