@@ -328,7 +328,7 @@ def meet(rank: int, num_ranks: int, place: Place, key: bytes | None, number: int
 
 def _find(rank: int, num_ranks: int, place: Place, key: bytes | None, number: int, deadline: Deadline) -> Connection:
     """Ask again and again until rank 0 welcomes this rank."""
-    last = "nothing was tried"
+    last, tried = "nothing was tried", False
     pause_s = 0.01
     while not deadline.passed():
         try:
@@ -355,8 +355,11 @@ def _find(rank: int, num_ranks: int, place: Place, key: bytes | None, number: in
                     return connection
                 last = str(answer.get("text"))
             except (Ended, ProtocolError) as error:
-                last = f"{address}: {error}"
+                # An attempt that the deadline cut short says less than the one before it.
+                if not (tried and deadline.passed() and connection.lost is None):
+                    last = f"{address}: {error}"
             finally:
+                tried = True
                 if not welcome:
                     connection.close()
         time.sleep(min(pause_s, deadline.tick()))

@@ -235,6 +235,24 @@ def test_another_service_at_the_port_is_named():
         talking.result()
 
 
+def test_what_the_deadline_cuts_short_hides_no_reason():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def chatter():
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(b"220 mail ready, nice to meet you\r\n")
+                read_to_end(sock)
+            silent, _ = server.accept()
+            with silent:
+                read_to_end(silent)
+
+        talking = Task(chatter)
+        error = Task(join, 1, 2, Place(*server.getsockname()), None, 1.0).result()
+        assert isinstance(error, CommTimeoutError) and "does not speak epcomm's rendezvous" in str(error)
+        talking.result()
+
+
 def test_meeting_itself_is_not_taken_for_rank_0(monkeypatch):
     """A free port of the ephemeral range can become our own end: TCP then connects to itself."""
     place = loopback()
