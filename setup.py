@@ -38,7 +38,7 @@ class Sdist(sdist):
         more = {".ci/run", ".clang-format", ".cython-lint.toml", ".pre-commit-config.yaml", "ruff.toml"}
         for folder in ("backends", "cuda", "epcomm", "include", "tests"):
             more.update(glob.glob(f"{folder}/**/README.md", recursive=True))
-        for suffix in ("py", "cpp", "hpp", "cu"):
+        for suffix in ("py", "cpp", "hpp", "cu", "cuh"):
             more.update(glob.glob(f"tests/**/*.{suffix}", recursive=True))
             more.update(glob.glob(f"backends/**/*.{suffix}", recursive=True))  # also of backends not built here
         more.update(path for path in files if not path.startswith(built))
